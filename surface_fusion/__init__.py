@@ -1,0 +1,17 @@
+"""Encoder layer fusion for fairseq: load with ``--user-dir surface_fusion``.
+
+Importing the package registers the models and mends what fairseq needs on today's Python and
+torch (``compat.py``).
+"""
+
+from surface_fusion import compat
+
+compat.apply()
+
+from surface_fusion import architectures, model  # noqa: E402
+from surface_fusion.errors import SurfaceFusionError  # noqa: E402
+from surface_fusion.version import __version__  # noqa: E402
+
+
+__all__ = ["SurfaceFusionError", "__version__", "architectures", "compat", "model"]
+#"SurfaceFusionError", "architectures", "compat", "model"]

@@ -1,0 +1,55 @@
+"""Named architectures: sizes only, each for ``-a NAME``; all end in :func:`base_architecture`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fairseq.models import register_model_architecture
+from fairseq.models.transformer import transformer_legacy as plain
+
+from surface_fusion.command_line import settle_command_line
+from surface_fusion.config import fill_defaults
+from surface_fusion.model import MODEL_NAME
+
+
+def _published_dropout(args: Any) -> None:
+    """The published code drops attention weights at 0.1 by default; a plain Transformer keeps fairseq's 0."""
+    if getattr(args, "surfacefusion", None) is not None:
+        args.attention_dropout = getattr(args, "attention_dropout", 0.1)
+
+
+@register_model_architecture(MODEL_NAME, MODEL_NAME)
+def base_architecture(args: Any) -> None:
+    """6+6 layers, 512/2048, 8 heads: the paper's base model."""
+    _published_dropout(args)
+    plain.base_architecture(args)
+    fill_defaults(args)
+    settle_command_line(args)
+
+
+@register_model_architecture(MODEL_NAME, f"{MODEL_NAME}_tiny")
+def tiny(args: Any) -> None:
+    """4+4 layers, 128/256, 4 heads: the size used on Multi30k."""
+    sizes = {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4}
+    for stack in ("encoder", "decoder"):
+        for name, size in sizes.items():
+            setattr(args, f"{stack}_{name}", getattr(args, f"{stack}_{name}", size))
+    base_architecture(args)
+
+
+def _sized_like(plain_architecture: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The architecture of ours with the sizes of one of fairseq's Transformers."""
+
+    def architecture(args: Any) -> None:
+        _published_dropout(args)
+        plain_architecture(args)
+        base_architecture(args)
+
+    return architecture
+
+
+for _name, _plain in (
+    ("iwslt_de_en", plain.transformer_iwslt_de_en),
+    ("vaswani_wmt_en_de_big", plain.transformer_vaswani_wmt_en_de_big),
+    ("wmt_en_de_big", plain.transformer_wmt_en_de_big),
+):
+    register_model_architecture(MODEL_NAME, f"{MODEL_NAME}_{_name}")(_sized_like(_plain))

@@ -1,0 +1,92 @@
+"""The attention by which the softmax layer reads the source embeddings.
+
+``r = W_o softmax(Q K^T / sqrt(d_h)) V`` with ``Q = W_q q`` (q: output of a decoder layer, T x B x C),
+``K = W_k k`` (k: encoder output, S x B x C') and ``V = W_v v`` (v: source embeddings, B x S x C')
+(SurfaceFusion, Liu et al., ICLR 2021).
+
+fairseq's own attention cannot do this: with cached keys it computes V from the key. Keys and
+values here are projected once a sentence, and follow the hypotheses in beam search.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from fairseq.incremental_decoding_utils import with_incremental_state
+from torch import Tensor, nn
+
+
+@with_incremental_state
+class SurfaceAttention(nn.Module):
+    """Multi-head attention whose values are not its keys.
+
+    Args:
+        embed_dim: width C of the query and of the result.
+        source_dim: width C' of key and value.
+        num_heads: must divide *embed_dim*.
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    def __init__(self, embed_dim: int, source_dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(source_dim, embed_dim)
+        self.v_proj = nn.Linear(source_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        # As fairseq starts its attention where the three inputs are of one width.
+        for proj in (self.q_proj, self.k_proj, self.v_proj):
+            nn.init.xavier_uniform_(proj.weight, gain=2**-0.5)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
+    ) -> Tensor:
+        """Read *value* where *key* answers *query*.
+
+        Args:
+            query: T x B x C.
+            key: S x B x C'.
+            value: B x S x C'.
+            key_padding_mask: bool, B x S, true at padding.
+            incremental_state: where keys and values stay between decoding steps.
+
+        Returns:
+            B x T x C.
+        """
+        cache = incremental_state and self.get_incremental_state(incremental_state, "surface")
+        if not cache:
+            cache = {
+                "key": self._split_heads(self.k_proj(key.transpose(0, 1))),
+                "value": self._split_heads(self.v_proj(value)),
+                "keep": ~key_padding_mask[:, None, None, :],
+            }
+            if incremental_state is not None:
+                self.set_incremental_state(incremental_state, "surface", cache)
+        read = F.scaled_dot_product_attention(
+            self._split_heads(self.q_proj(query.transpose(0, 1))),
+            cache["key"],
+            cache["value"],
+            attn_mask=cache["keep"],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out_proj(read.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """B x N x C -> B x H x N x (C / H)."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def reorder_incremental_state(
+        self, incremental_state: dict[str, dict[str, Tensor | None]], new_order: Tensor
+    ) -> None:
+        """Let the cache follow the hypotheses: row i becomes row ``new_order[i]``."""
+        cache: dict[str, Any] | None = self.get_incremental_state(incremental_state, "surface")
+        if cache is not None:
+            reordered = {name: x.index_select(0, new_order) for name, x in cache.items()}
+            self.set_incremental_state(incremental_state, "surface", reordered)

@@ -1,0 +1,54 @@
+"""What the flags of a training mean today, and what they cannot mean.
+
+Called at the end of fairseq's parsing, by way of the architecture functions.
+"""
+
+import importlib.util
+import logging
+import os
+from typing import Any
+
+import torch
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
+
+from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
+
+
+def settle_command_line(args: Any) -> None:
+    """Translate dropped spellings and undo a wrong guess of fairseq's; only on a parsed command line.
+
+    * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate schedule has a flag of that name;
+    * ``--bf16`` makes fairseq look for a TPU (options.py, fairseq main of 2025); it stays off without one.
+
+    Raises:
+        SurfaceFusionError: ``--fp16`` without a GPU.
+    """
+    if not hasattr(args, "stop_min_lr") or hasattr(args, "_name"):
+        return  # a model's configuration, not a command line
+    schedule = LR_SCHEDULER_DATACLASS_REGISTRY.get(args.lr_scheduler)
+    if hasattr(args, "min_lr") and not hasattr(schedule, "min_lr"):
+        logger.info(f"--min-lr {args.min_lr}: fairseq calls it --stop-min-lr now; taken as that")
+        args.stop_min_lr = args.min_lr
+        del args.min_lr
+    if args.bf16 and importlib.util.find_spec("torch_xla") is None:
+        args.tpu = False
+    on_cpu = args.cpu or not torch.cuda.is_available()
+    if args.fp16 and on_cpu:
+        raise SurfaceFusionError(
+            "--fp16 needs a CUDA GPU and "
+            + ("--cpu was given" if args.cpu else "none is visible")
+            + "; leave --fp16 out to train on the CPU"
+        )
+    if isinstance(args.data, str):
+        for folder in args.data.split(os.pathsep):
+            if not os.path.isdir(folder):
+                raise missing_data_folder(folder)
+
+
+def missing_data_folder(folder: str) -> SurfaceFusionError:
+    """The error for a data folder that is not there."""
+    return SurfaceFusionError(
+        f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
+    )

@@ -1,0 +1,3 @@
+"""placeholder"""
+def apply() -> None:
+    pass

@@ -1,0 +1,242 @@
+"""All flags of the model in one dataclass: a field is a flag is a help line.
+
+The command line (``add_args``), YAML configs (``model: {_name: transformer_surface_fusion, ...}``)
+and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_namespace`.
+"""
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fairseq.dataclass import ChoiceEnum
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models.transformer import TransformerConfig
+
+from surface_fusion.distributions import MODES, Mode
+from surface_fusion.errors import SurfaceFusionError
+
+SOURCES = ("att", "mean", "max")
+SurfaceSource = ChoiceEnum(list(SOURCES))  # type: ignore[no-untyped-call]
+FusionMode = ChoiceEnum(list(MODES))  # type: ignore[no-untyped-call]
+
+# Published flags of models that this version cannot build: (attribute, value that asks for it).
+NOT_SUPPORTED_YET = (
+    ("transparent_attention", True),
+    ("no_encoder_fnn", True),
+    ("no_decoder_fnn", True),
+    ("addtional_source_output", "final"),
+)
+
+
+@dataclass
+class SurfaceFusionConfig(TransformerConfig):
+    """fairseq's Transformer and what SurfaceFusion (Liu et al., ICLR 2021) adds to it."""
+
+    surfacefusion: SurfaceSource | None = field(  # type: ignore[valid-type]
+        default=None,
+        metadata={
+            "help": "how the softmax layer reads the source embeddings: att (attention from a decoder "
+            "layer), mean or max (pooled); absent: a plain Transformer"
+        },
+    )
+    sf_mode: FusionMode = field(  # type: ignore[valid-type]
+        default="hard",
+        metadata={
+            "help": "how target logits z and surface logits s become one distribution: "
+            + "; ".join(f"{name}: {mode.formula}" for name, mode in MODES.items())
+        },
+    )
+    sf_gate: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight g of the target branch in hard mode, in (0, 1]; 0 (the default, as published) "
+            "means a gate learned per token"
+        },
+    )
+    sf_softmax_tau: float = field(
+        default=1.0,
+        metadata={"help": "factor tau on the surface logits in soft, postnorm and postnorm_v1"},
+    )
+    sf_renormalize: bool = field(
+        default=False,
+        metadata={
+            "help": "hard mode as a true distribution, log_softmax(g z + (1-g) s): same greedy choice, one "
+            "projection, perplexity means something (not in the published code)"
+        },
+    )
+    sf_linear: bool = field(
+        default=False,
+        metadata={"help": "a linear map on each branch before the output embedding"},
+    )
+    sf_ffn: bool | None = field(
+        default=None,
+        metadata={
+            "help": "one residual feed-forward layer, shared by both branches, before the output "
+            "embedding (on by default, as in every published run)"
+        },
+    )
+    no_sf_ffn: bool = field(default=False, metadata={"help": "switch --sf-ffn off"})
+    sf_no_posedemb: bool | None = field(
+        default=None,
+        metadata={
+            "help": "read the source embeddings without positions (on by default, as in every published run)"
+        },
+    )
+    sf_posedemb: bool = field(
+        default=False,
+        metadata={"help": "read the encoder's input instead: embeddings with positions"},
+    )
+    sf_attention_heads: int = field(
+        default=1, metadata={"help": "heads of the surface attention (att)"}
+    )
+    sf_idx: int | None = field(
+        default=None,
+        metadata={
+            "help": "decoder layer whose output is the query of the surface attention; 0 is the first, "
+            "negative counts from the end, default: the last"
+        },
+    )
+    sf_no_detach: bool = field(
+        default=False,
+        metadata={
+            "help": "let the surface attention's gradient reach the decoder (query) and the encoder (key); "
+            "the published code cuts both"
+        },
+    )
+    sf_pool_published: bool = field(
+        default=False,
+        metadata={
+            "help": "mean/max as published: only source tokens with id >= 50 are pooled, and max is never "
+            "below 0 when any is left out; default: all tokens but padding. Set for published checkpoints"
+        },
+    )
+    layer_wise_attention: bool = field(
+        default=False,
+        metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
+    )
+
+    @property
+    def mode(self) -> Mode:
+        """The fusion of distributions that the flags ask for."""
+        return MODES[str(self.sf_mode)]
+
+    @property
+    def learned_gate(self) -> bool:
+        """Whether hard fusion weighs the branches by a learned gate (``--sf-gate 0``)."""
+        return self.surfacefusion is not None and self.mode.gated and self.sf_gate == 0
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add every field as a flag, and the spellings that fairseq has dropped since the paper."""
+        gen_parser_from_dataclass(parser, cls(), delete_default=True, with_prefix="")
+        parser.add_argument(
+            "--min-lr",
+            type=float,
+            metavar="LR",
+            help="what fairseq calls --stop-min-lr today; accepted so that published commands run",
+        )
+
+    @classmethod
+    def from_namespace(cls, args: Any) -> "SurfaceFusionConfig":
+        """The checked configuration of *args*, whatever its origin.
+
+        Raises:
+            SurfaceFusionError: a value that no model can be built with; the text says what to change.
+        """
+        cfg: SurfaceFusionConfig = super().from_namespace(args)
+        cfg.check()
+        return cfg
+
+    def check(self) -> None:
+        """Raise :class:`SurfaceFusionError` on the first value that no model can be built with."""
+        for name, unsupported in NOT_SUPPORTED_YET:
+            if self.__dict__.get(name) == unsupported:
+                flag = "--" + name.replace("_", "-")
+                raise SurfaceFusionError(
+                    f"{flag} {'' if unsupported is True else unsupported} (transparent attention and other "
+                    "published encoder fusions) is not supported by this version of surface-fusion yet"
+                )
+        heads = (
+            ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),
+            ("decoder", self.decoder.embed_dim, self.decoder.attention_heads),
+        )
+        for stack, dim, count in heads:
+            if count < 1 or dim % count:
+                raise SurfaceFusionError(
+                    f"--{stack}-attention-heads {count} does not divide --{stack}-embed-dim {dim}; "
+                    "choose a number of heads that does"
+                )
+        if self.layer_wise_attention and self.encoder.layers < self.decoder.layers:
+            raise SurfaceFusionError(
+                f"--layer-wise-attention needs an encoder layer for each decoder layer, got "
+                f"{self.encoder.layers} encoder and {self.decoder.layers} decoder layers"
+            )
+        if self.surfacefusion is not None:
+            self._check_fusion()
+
+    def _check_fusion(self) -> None:
+        if self.surfacefusion not in SOURCES:
+            raise SurfaceFusionError(
+                f"--surfacefusion {self.surfacefusion}: unknown, choose one of {', '.join(SOURCES)}"
+            )
+        if self.sf_mode not in MODES:
+            raise SurfaceFusionError(
+                f"--sf-mode {self.sf_mode}: unknown, choose one of {', '.join(MODES)}"
+            )
+        if not 0 <= self.sf_gate <= 1:
+            raise SurfaceFusionError(
+                f"--sf-gate {self.sf_gate} is outside [0, 1]; give the weight of the target branch, or 0 for a "
+                "learned gate"
+            )
+        if self.sf_renormalize and not self.mode.gated:
+            raise SurfaceFusionError(
+                f"--sf-renormalize belongs to --sf-mode hard; {self.sf_mode} is a distribution already"
+            )
+        if self.adaptive_softmax_cutoff is not None:
+            raise SurfaceFusionError(
+                f"--adaptive-softmax-cutoff {self.adaptive_softmax_cutoff} cannot be used with --surfacefusion: "
+                "both branches need the full output embedding; leave it out"
+            )
+        dim = self.decoder.embed_dim
+        if self.surfacefusion == "att":
+            if self.sf_attention_heads < 1 or dim % self.sf_attention_heads:
+                raise SurfaceFusionError(
+                    f"--sf-attention-heads {self.sf_attention_heads} does not divide --decoder-embed-dim {dim}; "
+                    "choose a number of heads that does"
+                )
+            layers = self.decoder.layers
+            if self.sf_idx is not None and not -layers <= self.sf_idx < layers:
+                raise SurfaceFusionError(
+                    f"--sf-idx {self.sf_idx} is out of range for {layers} decoder layers; give a value from "
+                    f"{-layers} to {layers - 1}"
+                )
+        elif self.encoder.embed_dim != self.decoder.output_dim:
+            raise SurfaceFusionError(
+                f"--surfacefusion {self.surfacefusion} needs --encoder-embed-dim ({self.encoder.embed_dim}) to "
+                f"equal --decoder-output-dim ({self.decoder.output_dim}); use att or equal sizes"
+            )
+
+
+def fill_defaults(args: Any) -> None:
+    """Set each of our fields that *args* lacks, and settle what the published code left unclear.
+
+    Works on the Namespace of the command line or an old checkpoint, and on a YAML config. It is
+    idempotent, so that what a checkpoint stores is what was trained:
+
+    * ``--sf-ffn`` and ``--sf-no-posedemb`` were always on from the published command line;
+    * checkpoints of the published code (they alone carry the misspelt ``sf_fuision_mode``) pooled
+      over ids >= 50, and some carry only the misspelt name of the mode.
+    """
+    published = hasattr(args, "sf_fuision_mode")
+    if published and not hasattr(args, "sf_mode"):
+        args.sf_mode = args.sf_fuision_mode
+    if published and not hasattr(args, "sf_pool_published"):
+        args.sf_pool_published = True
+    inherited = {f.name for f in fields(TransformerConfig)}
+    for f in fields(SurfaceFusionConfig):
+        if f.name not in inherited and not hasattr(args, f.name):
+            setattr(args, f.name, f.default)
+    if args.sf_ffn is None or args.no_sf_ffn:
+        args.sf_ffn = not args.no_sf_ffn
+    if args.sf_no_posedemb is None or args.sf_posedemb:
+        args.sf_no_posedemb = not args.sf_posedemb

@@ -1,0 +1,154 @@
+"""fairseq's decoder with a softmax layer that also sees the source surface.
+
+With h the top of the decoder and r what was read from the source embeddings (both B x T x C):
+
+1. both go through one shared residual feed-forward layer (``--sf-ffn``) and a linear map each
+   (``--sf-linear``);
+2. *features* are ``h + tau r`` or ``g h + (1-g) r`` (B x T x C) for the modes that need one vocabulary
+   projection, and the pair (h, r) (B x T x 2 x C) for the others, see ``distributions.py``;
+3. *logits* are ``E features``: B x T x V, or B x T x 2V with the target branch first. Since both
+   branches are in them, whatever fairseq does to logits (temperature, slicing) reaches both. A
+   learned gate follows in two more columns, (g, 1-g), which no scaling of the logits can change.
+"""
+
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.models.transformer import TransformerDecoderBase
+from fairseq.models.transformer.transformer_decoder import Linear
+from fairseq.modules import FairseqDropout
+from torch import Tensor, nn
+
+from surface_fusion.attention import SurfaceAttention
+from surface_fusion.distributions import exponentiated_log_probs, hard_log_probs, log_softmax
+from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
+from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
+
+
+class SurfaceFusionDecoder(TransformerDecoderBase):
+    """Transformer decoder with surface fusion, layer-wise attention, or both."""
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, dictionary, embed_tokens, **kwargs)
+        if cfg.layer_wise_attention:
+            for i in range(len(self.layers)):
+                getattr(self.layers[i], "module", self.layers[i]).memory_index = i
+        if self.decoder_layerdrop > 0:
+            self.layers = DepthKeepingLayerDrop(self.layers, skip_decoder_layer)
+        if cfg.surfacefusion is not None:
+            self._build_fusion(cfg)
+
+    def _build_fusion(self, cfg: Any) -> None:
+        """Allocate what the flags use and nothing else; names as in the published checkpoints."""
+        dim = self.output_embed_dim
+        self.paired = cfg.mode.exponentiated or (cfg.mode.gated and not cfg.sf_renormalize)
+        if cfg.surfacefusion == "att":
+            self.query_depth = range(self.num_layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
+            self.sf_attn = SurfaceAttention(
+                self.embed_dim, cfg.encoder.embed_dim, cfg.sf_attention_heads, cfg.attention_dropout
+            )
+        if cfg.sf_ffn:
+            self.fc1 = Linear(dim, cfg.decoder.ffn_embed_dim)
+            self.fc2 = Linear(cfg.decoder.ffn_embed_dim, dim)
+            self.activation_fn = utils.get_activation_fn(str(cfg.activation_fn))
+            self.activation_dropout = FairseqDropout(
+                float(cfg.activation_dropout), module_name=type(self).__name__
+            )
+        if cfg.sf_linear:
+            self.tgt_out_dim = Linear(dim, dim, bias=False)
+            self.src_out_dim = Linear(dim, dim, bias=False)
+        if cfg.learned_gate:
+            self.meanmaxweight = nn.Parameter(torch.empty(1, 2 * dim))
+            nn.init.normal_(self.meanmaxweight, std=dim**-0.5)
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Any:
+        """As fairseq; with ``--layer-wise-attention`` a layer that picks its own memory."""
+        if not cfg.layer_wise_attention:
+            return super().build_decoder_layer(cfg, no_encoder_attn)
+        return wrap_layer(LayerwiseDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]] | None,
+        incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What :meth:`output_layer` projects: B x T x C, or B x T x 2 x C (see the module's head)."""
+        x, extra = super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
+        )
+        if self.cfg.surfacefusion is None or encoder_out is None:
+            return x, extra
+        surface = encoder_out["encoder_embedding"][0]
+        if self.cfg.surfacefusion == "att":
+            query = extra["inner_states"][self.query_depth]
+            key = encoder_out["encoder_out"][0][..., -self.cfg.encoder.embed_dim :]
+            if not self.cfg.sf_no_detach:
+                query, key = query.detach(), key.detach()
+            mask = encoder_out["encoder_padding_mask"][0]
+            r = self.sf_attn(query, key, surface, mask, incremental_state)
+            if self.project_out_dim is not None:
+                r = self.project_out_dim(r)
+        else:
+            r = surface.expand_as(x)
+        return self._fuse(self._head(x, "tgt"), self._head(r, "src")), extra
+
+    def _head(self, x: Tensor, branch: str) -> Tensor:
+        """What each branch goes through before the output embedding."""
+        if self.cfg.sf_ffn:
+            hidden = self.activation_dropout(self.activation_fn(self.fc1(x)))
+            x = x + self.dropout_module(self.fc2(hidden))
+        if self.cfg.sf_linear:
+            x = getattr(self, f"{branch}_out_dim")(x)
+        return x
+
+    def _fuse(self, h: Tensor, r: Tensor) -> Tensor:
+        """Features from the two branches, B x T x C each."""
+        if not self.cfg.mode.gated:
+            r = r * self.cfg.mode.scale(self.cfg.sf_softmax_tau)
+        if self.paired:
+            return torch.stack([h, r], dim=2)
+        if self.cfg.mode.gated:
+            gate = self._gate(torch.stack([h, r], dim=2)) if self.cfg.learned_gate else self.cfg.sf_gate
+            return gate * h + (1 - gate) * r
+        return h + r
+
+    def _gate(self, features: Tensor) -> Tensor:
+        """The learned weight of the target branch from B x T x 2 x C features: B x T x 1."""
+        return torch.sigmoid(features.flatten(2) @ self.meanmaxweight.t())
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """Logits of *features*: B x T x V, or both branches' side by side (see the module's head)."""
+        if self.cfg.surfacefusion is None or not self.paired:
+            return super().output_layer(features)
+        logits = self.output_projection(features).flatten(2)
+        if self.cfg.learned_gate:
+            gate = self._gate(features)
+            logits = torch.cat([logits, gate, 1 - gate], dim=-1)
+        return logits
+
+    def get_normalized_probs(
+        self, net_output: tuple[Tensor, Any], log_probs: bool, sample: Any = None
+    ) -> Tensor:
+        """(Log-)probabilities of the fused distribution, ... x V, in float32.
+
+        In hard mode they are as published: they sum to less than 1.
+        """
+        if self.cfg.surfacefusion is None:
+            return super().get_normalized_probs(net_output, log_probs, sample)
+        logits = net_output[0]
+        if not self.paired:
+            return log_softmax(logits) if log_probs else log_softmax(logits).exp()
+        gate: Tensor | float = self.cfg.sf_gate
+        if self.cfg.learned_gate:
+            logits, gates = logits[..., :-2], logits[..., -2:].float()
+            gate = gates[..., :1] / gates.sum(dim=-1, keepdim=True)
+        tgt_logits, src_logits = logits.chunk(2, dim=-1)
+        if self.cfg.mode.exponentiated:
+            fused = exponentiated_log_probs(tgt_logits, src_logits)
+        else:
+            fused = hard_log_probs(tgt_logits, src_logits, gate)
+        return fused if log_probs else fused.exp()

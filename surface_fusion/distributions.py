@@ -1,0 +1,78 @@
+"""Fusing two distributions over the target vocabulary into one.
+
+With ``z = E h`` the target logits, ``s = E r`` the surface logits (``r`` is what was read from the
+source embeddings), ``E`` the output embedding and ``lsm`` the log-softmax:
+
+=============  =========================================  ===========================
+mode           published formula                          what is computed here
+=============  =========================================  ===========================
+hard           ``g lsm(z) + (1-g) lsm(s)``                the same; sums to less than 1
+soft           ``lsm(z + lsm(tau s))``                    ``lsm(E (h + tau r))``
+postnorm       ``lsm(lsm(tau s) + lsm(z))``               ``lsm(E (h + tau r))``
+soft_5         ``lsm(z + lsm(s / 5))``                    ``lsm(E (h + r / 5))``
+postnorm_5     ``lsm(lsm(s / 5) + lsm(z))``               ``lsm(E (h + r / 5))``
+postnorm_v1    ``lsm(exp(lsm(tau s) + lsm(z)))``          the same; nearly uniform
+hard, renorm.  (ours)                                     ``lsm(E (g h + (1-g) r))``
+=============  =========================================  ===========================
+
+``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
+one vocabulary projection, not two. (SurfaceFusion: Liu et al., ICLR 2021,
+https://arxiv.org/abs/2012.14768.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One published way to fuse; ``tau`` None means that ``--sf-softmax-tau`` decides."""
+
+    formula: str
+    gated: bool = False
+    tau: float | None = None
+    exponentiated: bool = False
+
+    def scale(self, sf_softmax_tau: float) -> float:
+        """The factor on the surface logits."""
+        return sf_softmax_tau if self.tau is None else self.tau
+
+
+MODES = {
+    "hard": Mode("g log_softmax(z) + (1-g) log_softmax(s)", gated=True),
+    "soft": Mode("log_softmax(z + tau s)"),
+    "postnorm": Mode("equal to soft"),
+    "soft_5": Mode("soft with tau = 1/5", tau=0.2),
+    "postnorm_5": Mode("equal to soft_5", tau=0.2),
+    "postnorm_v1": Mode(
+        "log_softmax(softmax(z) * softmax(tau s)), nearly uniform", exponentiated=True
+    ),
+}
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-softmax over the last axis, in float32 at least."""
+    wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    return F.log_softmax(logits, dim=-1, dtype=wide)
+
+
+def hard_log_probs(tgt_logits: Tensor, src_logits: Tensor, gate: Tensor | float) -> Tensor:
+    """``g lsm(z) + (1-g) lsm(s)``: not normalised, the sum of its exp is at most 1.
+
+    Args:
+        tgt_logits, src_logits: ``[..., vocab]``.
+        gate: weight of the target branch, a number or ``[..., 1]``.
+    """
+    return gate * log_softmax(tgt_logits) + (1 - gate) * log_softmax(src_logits)
+
+
+def exponentiated_log_probs(tgt_logits: Tensor, src_logits: Tensor) -> Tensor:
+    """``lsm(exp(lsm(z) + lsm(s)))``, mode postnorm_v1 (*src_logits* are scaled by tau already).
+
+    Args:
+        tgt_logits, src_logits: ``[..., vocab]``.
+    """
+    return log_softmax((log_softmax(tgt_logits) + log_softmax(src_logits)).exp())

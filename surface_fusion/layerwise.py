@@ -1,0 +1,45 @@
+"""Layer-wise attention: decoder layer i attends to encoder layer i (``--layer-wise-attention``).
+
+The encoder hands over the outputs of its layers side by side on the channel axis,
+S x B x (L C), the last one after the encoder's final LayerNorm if there is one. In this form
+fairseq's beam search reorders them like any encoder output. (He et al., 2018; a published flag.)
+"""
+
+from typing import Any
+
+import torch
+from fairseq.distributed import fsdp_wrap
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor
+
+
+def side_by_side(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
+    """All layers' outputs as one tensor, S x B x (L C).
+
+    Args:
+        encoder_states: embedding layer and L layers, S x B x C each.
+        encoder_out: what the encoder returns, the last layer's output after the final LayerNorm.
+    """
+    return torch.cat([*encoder_states[1:-1], encoder_out], dim=-1)
+
+
+class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
+    """A decoder layer that takes its own slice of the encoder layers' outputs."""
+
+    memory_index: int
+    """Which encoder layer to attend to; set by the decoder."""
+
+    def forward(self, x: Tensor, encoder_out: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As fairseq's layer; *encoder_out* is S x B x (L C), see :func:`side_by_side`."""
+        if encoder_out is not None:
+            dim = self.encoder_attn.kdim
+            encoder_out = encoder_out.narrow(-1, self.memory_index * dim, dim)
+        return super().forward(x, encoder_out, *args, **kwargs)
+
+
+def wrap_layer(layer: LayerwiseDecoderLayer, cfg: Any) -> Any:
+    """What fairseq wraps its own layers in: activation checkpointing and FSDP."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)

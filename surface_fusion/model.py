@@ -1,0 +1,58 @@
+"""``transformer_surface_fusion``: fairseq's Transformer with encoder layer fusion."""
+
+from argparse import ArgumentParser
+from typing import Any
+
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerModelBase
+
+from surface_fusion.checkpoints import adapt_state_dict
+from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.decoder import SurfaceFusionDecoder
+from surface_fusion.encoder import SurfaceFusionEncoder
+
+MODEL_NAME = "transformer_surface_fusion"
+
+
+@register_model(MODEL_NAME)
+class SurfaceFusionModel(TransformerModelBase):
+    """Transformer whose softmax layer also reads the source embeddings.
+
+    Without ``--surfacefusion`` (and ``--layer-wise-attention``) it is built of fairseq's own encoder
+    and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
+    """
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """Add the model's flags to *parser*."""
+        SurfaceFusionConfig.add_args(parser)
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> "SurfaceFusionModel":
+        """Build from the command line's or an old checkpoint's Namespace, or from a YAML config.
+
+        Raises:
+            SurfaceFusionError: a flag has a value that no model can be built with.
+        """
+        return super().build_model(SurfaceFusionConfig.from_namespace(cfg), task)
+
+    @classmethod
+    def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
+        """fairseq's encoder, or ours where a flag asks for it."""
+        if cfg.surfacefusion is None and not cfg.layer_wise_attention:
+            return super().build_encoder(cfg, src_dict, embed_tokens)
+        return SurfaceFusionEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg: SurfaceFusionConfig, tgt_dict: Any, embed_tokens: Any) -> Any:
+        """fairseq's decoder, or ours where a flag asks for it."""
+        if cfg.surfacefusion is None and not cfg.layer_wise_attention:
+            return super().build_decoder(cfg, tgt_dict, embed_tokens)
+        return SurfaceFusionDecoder(
+            cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention
+        )
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
+        """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""
+        super().upgrade_state_dict_named(state_dict, name)
+        adapt_state_dict(self, state_dict)

@@ -12,6 +12,4 @@ from surface_fusion import architectures, model  # noqa: E402
 from surface_fusion.errors import SurfaceFusionError  # noqa: E402
 from surface_fusion.version import __version__  # noqa: E402
 
-
 __all__ = ["SurfaceFusionError", "__version__", "architectures", "compat", "model"]
-#"SurfaceFusionError", "architectures", "compat", "model"]

@@ -6,7 +6,7 @@ and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_n
 
 import argparse
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -28,11 +28,12 @@ NOT_SUPPORTED_YET = (
 )
 
 
+# Optional[X], not X | None: fairseq's parser knows only the former.
 @dataclass
 class SurfaceFusionConfig(TransformerConfig):
     """fairseq's Transformer and what SurfaceFusion (Liu et al., ICLR 2021) adds to it."""
 
-    surfacefusion: SurfaceSource | None = field(  # type: ignore[valid-type]
+    surfacefusion: Optional[SurfaceSource] = field(  # type: ignore[valid-type]
         default=None,
         metadata={
             "help": "how the softmax layer reads the source embeddings: att (attention from a decoder "
@@ -68,7 +69,7 @@ class SurfaceFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "a linear map on each branch before the output embedding"},
     )
-    sf_ffn: bool | None = field(
+    sf_ffn: Optional[bool] = field(
         default=None,
         metadata={
             "help": "one residual feed-forward layer, shared by both branches, before the output "
@@ -76,7 +77,7 @@ class SurfaceFusionConfig(TransformerConfig):
         },
     )
     no_sf_ffn: bool = field(default=False, metadata={"help": "switch --sf-ffn off"})
-    sf_no_posedemb: bool | None = field(
+    sf_no_posedemb: Optional[bool] = field(
         default=None,
         metadata={
             "help": "read the source embeddings without positions (on by default, as in every published run)"
@@ -89,7 +90,7 @@ class SurfaceFusionConfig(TransformerConfig):
     sf_attention_heads: int = field(
         default=1, metadata={"help": "heads of the surface attention (att)"}
     )
-    sf_idx: int | None = field(
+    sf_idx: Optional[int] = field(
         default=None,
         metadata={
             "help": "decoder layer whose output is the query of the surface attention; 0 is the first, "

@@ -11,12 +11,11 @@ values here are projected once a sentence, and follow the hypotheses in beam sea
 from typing import Any
 
 import torch.nn.functional as F
-from fairseq.incremental_decoding_utils import with_incremental_state
+from fairseq.incremental_decoding_utils import FairseqIncrementalState
 from torch import Tensor, nn
 
 
-@with_incremental_state
-class SurfaceAttention(nn.Module):
+class SurfaceAttention(FairseqIncrementalState, nn.Module):
     """Multi-head attention whose values are not its keys.
 
     Args:
@@ -25,6 +24,9 @@ class SurfaceAttention(nn.Module):
         num_heads: must divide *embed_dim*.
         dropout: probability of dropping an attention weight in training.
     """
+
+    get_incremental_state: Any  # fairseq's, untyped
+    set_incremental_state: Any
 
     def __init__(self, embed_dim: int, source_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -60,8 +62,10 @@ class SurfaceAttention(nn.Module):
         Returns:
             B x T x C.
         """
-        cache = incremental_state and self.get_incremental_state(incremental_state, "surface")
-        if not cache:
+        cache = None
+        if incremental_state is not None:
+            cache = self.get_incremental_state(incremental_state, "surface")
+        if cache is None:
             cache = {
                 "key": self._split_heads(self.k_proj(key.transpose(0, 1))),
                 "value": self._split_heads(self.v_proj(value)),

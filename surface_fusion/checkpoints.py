@@ -5,7 +5,6 @@ not. A checkpoint of a plain Transformer has none of the fusion's parameters.
 """
 
 import logging
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -63,8 +62,8 @@ def adapt_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
         )
     if missing:
         logger.info(
-            f"the checkpoint is a plain Transformer's: {len(missing)} fusion parameters keep their fresh values "
-            f"({', '.join(missing)})"
+            f"the checkpoint is a plain Transformer's: {len(missing)} fusion parameters keep their fresh "
+            f"values ({', '.join(missing)})"
         )
         state_dict.update({name: wanted[name] for name in missing})
     _check_shapes(wanted, state_dict)

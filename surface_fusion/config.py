@@ -87,9 +87,7 @@ class SurfaceFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "read the encoder's input instead: embeddings with positions"},
     )
-    sf_attention_heads: int = field(
-        default=1, metadata={"help": "heads of the surface attention (att)"}
-    )
+    sf_attention_heads: int = field(default=1, metadata={"help": "heads of the surface attention (att)"})
     sf_idx: Optional[int] = field(
         default=None,
         metadata={
@@ -181,13 +179,11 @@ class SurfaceFusionConfig(TransformerConfig):
                 f"--surfacefusion {self.surfacefusion}: unknown, choose one of {', '.join(SOURCES)}"
             )
         if self.sf_mode not in MODES:
-            raise SurfaceFusionError(
-                f"--sf-mode {self.sf_mode}: unknown, choose one of {', '.join(MODES)}"
-            )
+            raise SurfaceFusionError(f"--sf-mode {self.sf_mode}: unknown, choose one of {', '.join(MODES)}")
         if not 0 <= self.sf_gate <= 1:
             raise SurfaceFusionError(
-                f"--sf-gate {self.sf_gate} is outside [0, 1]; give the weight of the target branch, or 0 for a "
-                "learned gate"
+                f"--sf-gate {self.sf_gate} is outside [0, 1]; give the weight of the target branch, or 0 "
+                "for a learned gate"
             )
         if self.sf_renormalize and not self.mode.gated:
             raise SurfaceFusionError(
@@ -195,15 +191,15 @@ class SurfaceFusionConfig(TransformerConfig):
             )
         if self.adaptive_softmax_cutoff is not None:
             raise SurfaceFusionError(
-                f"--adaptive-softmax-cutoff {self.adaptive_softmax_cutoff} cannot be used with --surfacefusion: "
-                "both branches need the full output embedding; leave it out"
+                f"--adaptive-softmax-cutoff {self.adaptive_softmax_cutoff} cannot be used with "
+                "--surfacefusion: both branches need the full output embedding; leave it out"
             )
         dim = self.decoder.embed_dim
         if self.surfacefusion == "att":
             if self.sf_attention_heads < 1 or dim % self.sf_attention_heads:
                 raise SurfaceFusionError(
-                    f"--sf-attention-heads {self.sf_attention_heads} does not divide --decoder-embed-dim {dim}; "
-                    "choose a number of heads that does"
+                    f"--sf-attention-heads {self.sf_attention_heads} does not divide --decoder-embed-dim "
+                    f"{dim}; choose a number of heads that does"
                 )
             layers = self.decoder.layers
             if self.sf_idx is not None and not -layers <= self.sf_idx < layers:
@@ -213,8 +209,9 @@ class SurfaceFusionConfig(TransformerConfig):
                 )
         elif self.encoder.embed_dim != self.decoder.output_dim:
             raise SurfaceFusionError(
-                f"--surfacefusion {self.surfacefusion} needs --encoder-embed-dim ({self.encoder.embed_dim}) to "
-                f"equal --decoder-output-dim ({self.decoder.output_dim}); use att or equal sizes"
+                f"--surfacefusion {self.surfacefusion} needs --encoder-embed-dim "
+                f"({self.encoder.embed_dim}) to equal --decoder-output-dim "
+                f"({self.decoder.output_dim}); use att or equal sizes"
             )
 
 

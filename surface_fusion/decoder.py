@@ -29,6 +29,8 @@ from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
 class SurfaceFusionDecoder(TransformerDecoderBase):
     """Transformer decoder with surface fusion, layer-wise attention, or both."""
 
+    layers: Any  # fairseq's ModuleList
+
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)
         if cfg.layer_wise_attention:

@@ -47,9 +47,7 @@ MODES = {
     "postnorm": Mode("equal to soft"),
     "soft_5": Mode("soft with tau = 1/5", tau=0.2),
     "postnorm_5": Mode("equal to soft_5", tau=0.2),
-    "postnorm_v1": Mode(
-        "log_softmax(softmax(z) * softmax(tau s)), nearly uniform", exponentiated=True
-    ),
+    "postnorm_v1": Mode("log_softmax(softmax(z) * softmax(tau s)), nearly uniform", exponentiated=True),
 }
 
 

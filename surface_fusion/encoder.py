@@ -24,6 +24,8 @@ from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
 class SurfaceFusionEncoder(TransformerEncoderBase):
     """Transformer encoder for surface fusion, layer-wise attention, or both."""
 
+    layers: Any  # fairseq's ModuleList
+
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         if self.encoder_layerdrop > 0:
@@ -38,9 +40,7 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
     ) -> dict[str, list[Tensor]]:
         """As fairseq's encoder, see the module's head for the two entries that differ."""
         layer_wise = self.cfg.layer_wise_attention
-        out = super().forward(
-            src_tokens, src_lengths, return_all_hiddens or layer_wise, token_embeddings
-        )
+        out = super().forward(src_tokens, src_lengths, return_all_hiddens or layer_wise, token_embeddings)
         if layer_wise:
             out["encoder_out"] = [side_by_side(out["encoder_states"], out["encoder_out"][0])]
             if not return_all_hiddens:

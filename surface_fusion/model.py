@@ -48,9 +48,7 @@ class SurfaceFusionModel(TransformerModelBase):
         """fairseq's decoder, or ours where a flag asks for it."""
         if cfg.surfacefusion is None and not cfg.layer_wise_attention:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
-        return SurfaceFusionDecoder(
-            cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention
-        )
+        return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""

@@ -1,0 +1,174 @@
+"""25 tiny models of the published code, loaded as a user loads an old checkpoint, against its numbers.
+
+Tolerances: 1e-4 on log-probabilities and scores; on gradients 1e-4 of the model's largest.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
+from published import GOLDEN_NAMES, PAD, Golden, assert_near, load_golden, losses, write_checkpoint
+from torch import Tensor
+
+from surface_fusion import SurfaceFusionError
+from surface_fusion.distributions import MODES
+
+TRANSPARENT = ("ta", "ta_fine_srcemb", "ta_fine_srcemb_att_hard_g08")
+VANILLA = ("vanilla", "vanilla_layerwise")
+SUPPORTED = [name for name in GOLDEN_NAMES if name not in TRANSPARENT]
+
+
+def args_of_plain_model(name: str) -> dict[str, Any]:
+    """The published code crashes without ``--surfacefusion``: its plain models were run with gate 1."""
+    return {"surfacefusion": None} if name in (*VANILLA, "ta", "ta_fine_srcemb") else {}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    golden: Golden
+    model: Any
+    task: Any
+    mode: str | None
+    """The mode of fusion, None for a plain Transformer."""
+
+    def forward(self) -> tuple[Any, Tensor]:
+        """The model's output for the golden batch, and its log-probabilities."""
+        net_output = self.model(**self.golden.net_input)
+        return net_output, self.model.get_normalized_probs(net_output, log_probs=True)
+
+
+@pytest.fixture(scope="module", params=SUPPORTED)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    golden = load_golden(request.param)
+    plain = args_of_plain_model(golden.name)
+    path = write_checkpoint(golden, tmp_path_factory.mktemp(golden.name), **plain)
+    (model,), _, task = load_model_ensemble_and_task([str(path)])
+    return Loaded(golden, model.eval(), task, None if plain else golden.meta["args"]["sf_mode"])
+
+
+def test_all_25_models_are_here() -> None:
+    assert len(GOLDEN_NAMES) == 25
+    assert len(SUPPORTED) == 22
+
+
+def test_log_probs_and_losses(loaded: Loaded) -> None:
+    golden = loaded.golden
+    with torch.no_grad():
+        log_probs = loaded.forward()[1]
+    assert_near(log_probs, golden["log_probs"])
+    loss, nll = losses(log_probs, golden["target"])
+    assert_near(loss, golden["loss"])
+    assert_near(nll, golden["nll_loss"])
+
+
+def test_logits_and_gate(loaded: Loaded) -> None:
+    golden, vocab = loaded.golden, loaded.golden.meta["n_tgt"]
+    with torch.no_grad():
+        logits = loaded.forward()[0][0]
+    if loaded.mode is None:
+        assert_near(logits, golden["tgt_logits"])
+    elif loaded.mode in ("hard", "postnorm_v1"):
+        assert_near(logits[..., :vocab], golden["tgt_logits"])
+        assert_near(logits[..., vocab : 2 * vocab], golden["src_logits"])
+    else:
+        tau = MODES[loaded.mode].scale(golden.meta["args"]["sf_softmax_tau"])
+        assert_near(logits, golden["tgt_logits"] + tau * golden["src_logits"])
+    if loaded.mode == "hard" and golden.meta["args"]["sf_gate"] == 0:
+        assert_near(logits[..., 2 * vocab : 2 * vocab + 1], golden["gate"])
+
+
+def test_surface(loaded: Loaded) -> None:
+    golden = loaded.golden
+    with torch.no_grad():
+        encoder_out = loaded.model.encoder(golden["src_tokens"], golden["src_lengths"])
+    pooled = {"mean": "src_mean_emb", "max": "src_max_emb"}.get(golden.meta["args"]["surfacefusion"])
+    expected = golden["encoder_embedding"] if pooled is None else golden[pooled].unsqueeze(1)
+    assert_near(encoder_out["encoder_embedding"][0], expected)
+
+
+def test_gradients(loaded: Loaded) -> None:
+    golden, model = loaded.golden, loaded.model
+    model.zero_grad()
+    losses(loaded.forward()[1], golden["target"])[0].backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == golden.grad.keys()
+    largest = max(grad.abs().max().item() for grad in golden.grad.values())
+    for name, grad in golden.grad.items():
+        assert_near(grads[name], grad, 1e-4 * largest, name)
+
+
+def test_no_unused_parameter(loaded: Loaded) -> None:
+    golden = loaded.golden
+    unused = {*golden.meta["grad_none"], *golden.unused_param}
+    names = {name for name, _ in loaded.model.named_parameters()}
+    assert unused
+    assert names == golden.grad.keys()
+    assert not names & unused
+
+
+def test_incremental_decoding_equals_full_pass(loaded: Loaded) -> None:
+    golden, model = loaded.golden, loaded.model
+    prev_output_tokens = golden["prev_output_tokens"]
+    incremental_state: dict[str, Any] = {}
+    steps = []
+    with torch.no_grad():
+        full = loaded.forward()[1]
+        encoder_out = model.encoder(golden["src_tokens"], golden["src_lengths"])
+        for length in range(1, prev_output_tokens.size(1) + 1):
+            net_output = model.decoder(
+                prev_output_tokens[:, :length], encoder_out=encoder_out, incremental_state=incremental_state
+            )
+            steps.append(model.get_normalized_probs(net_output, log_probs=True))
+    log_probs = torch.cat(steps, dim=1)
+    tokens = golden["target"] != PAD
+    assert_near(log_probs[tokens], golden["inc_log_probs"][tokens])
+    assert_near(log_probs[tokens], full[tokens])
+
+
+def test_beam_search(loaded: Loaded) -> None:
+    golden, settings = loaded.golden, dict(loaded.golden.meta["beam"])
+    beam = settings.pop("beam_size")
+    generator = loaded.task.build_generator([loaded.model], Namespace(beam=beam, **settings))
+    n_best = loaded.task.inference_step(generator, [loaded.model], {"net_input": golden.net_input})
+    assert len(n_best) == len(golden["beam_tokens"])
+    for hypotheses, tokens, lengths, scores, positional in zip(
+        n_best,
+        golden["beam_tokens"],
+        golden["beam_lengths"],
+        golden["beam_scores"],
+        golden["beam_pos_scores"],
+        strict=True,
+    ):
+        assert len(hypotheses) == beam
+        assert_near(torch.stack([h["score"] for h in hypotheses]), scores.float())
+        if loaded.mode == "postnorm_v1":
+            continue  # nearly uniform: the order of its hypotheses hangs on the last bit
+        for i, (hypothesis, length) in enumerate(zip(hypotheses, lengths.tolist(), strict=True)):
+            assert hypothesis["tokens"].tolist() == tokens[i, :length].tolist()
+            assert_near(hypothesis["positional_scores"], positional[i, :length])
+
+
+@pytest.mark.parametrize("name", VANILLA)
+def test_plain_model_as_the_published_code_ran_it(name: str, tmp_path: Path) -> None:
+    """Surface attention with gate 1: another model, whose surface branch has weight 0."""
+    golden = load_golden(name)
+    (model,), _, _ = load_model_ensemble_and_task([str(write_checkpoint(golden, tmp_path))])
+    model.eval()
+    log_probs = model.get_normalized_probs(model(**golden.net_input), log_probs=True)
+    assert_near(log_probs, golden["log_probs"])
+    losses(log_probs, golden["target"])[0].backward()
+    largest = max(grad.abs().max().item() for grad in golden.grad.values())
+    for parameter_name, parameter in model.named_parameters():
+        expected = golden.grad.get(parameter_name, torch.zeros_like(parameter))
+        assert_near(parameter.grad, expected, 1e-4 * largest, parameter_name)
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_transparent_attention_is_refused(name: str, tmp_path: Path) -> None:
+    path = write_checkpoint(load_golden(name), tmp_path, **args_of_plain_model(name))
+    with pytest.raises(SurfaceFusionError, match=r"--transparent-attention .*not supported .* yet"):
+        load_model_ensemble_and_task([str(path)])

@@ -18,14 +18,18 @@ def pooled_tokens(src_tokens: Tensor, padding_idx: int, published: bool) -> Tens
 
 def mean_pool(embed: Tensor, keep: Tensor) -> Tensor:
     """Mean of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C."""
-    keep = keep.unsqueeze(-1).to(embed)
-    return (embed * keep).sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    keep = keep.unsqueeze(-1)
+    wide = torch.promote_types(embed.dtype, torch.float32)  # a sum over a long sentence leaves float16
+    total = embed.masked_fill(~keep, 0).sum(dim=1, keepdim=True, dtype=wide)
+    return (total / keep.sum(dim=1, keepdim=True).clamp(min=1)).to(embed.dtype)
 
 
 def max_pool(embed: Tensor, keep: Tensor, published: bool) -> Tensor:
-    """Maximum of the kept rows of *embed* (B x S x C): B x 1 x C.
+    """Maximum of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C.
 
     The published maximum counts each left-out token as a zero vector; ours leaves it out.
     """
-    left_out = embed.new_tensor(0.0 if published else torch.finfo(embed.dtype).min)
-    return embed.where(keep.unsqueeze(-1), left_out).amax(dim=1, keepdim=True)
+    keep = keep.unsqueeze(-1)
+    left_out = 0.0 if published else torch.finfo(embed.dtype).min
+    pooled = embed.masked_fill(~keep, left_out).amax(dim=1, keepdim=True)
+    return pooled.masked_fill(~keep.any(dim=1, keepdim=True), 0)

@@ -1,0 +1,94 @@
+"""Averaging the parameters of checkpoints (Vaswani et al., 2017, section 6.1).
+
+The mean of the last few checkpoints of a training usually translates a little better than each of them.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from fairseq import checkpoint_utils
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from surface_fusion.errors import SurfaceFusionError
+
+EPOCH_CHECKPOINTS = r"checkpoint(\d+)\.pt"
+UPDATE_CHECKPOINTS = r"checkpoint_\d+_(\d+)\.pt"
+
+
+def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
+    """The last checkpoint of *paths* with the mean of all their parameters, ready to save.
+
+    Sums are in float64, the result has the dtypes of the last checkpoint, whose integer buffers are taken
+    as they are. Tensors that shared memory still do. Optimizer state is left out: the result is for
+    generation, or to start a new training from (``--finetune-from-model``).
+
+    Raises:
+        SurfaceFusionError: a file cannot be loaded, or two differ in the names or shapes of parameters.
+    """
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+        model = state["model"]
+        if path != paths[0]:
+            _check_same_parameters(paths[0], sums, path, model)
+        for name, value in model.items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+    state["model"] = _means(sums, len(paths), model)
+    state["last_optimizer_state"] = None
+    # That of the last checkpoint alone would be out of place.
+    state["extra_state"].pop("ema", None)
+    if state.get("args") is not None:
+        del state["cfg"]  # which fairseq's loader made from args
+    else:
+        state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
+    return state
+
+
+def _check_same_parameters(first: str, sums: dict[str, Tensor], path: str, model: dict[str, Tensor]) -> None:
+    for name in [*sums, *model]:
+        if name not in model:
+            raise SurfaceFusionError(f"{path} lacks parameter {name}, which {first} has; average one model's")
+        if name not in sums:
+            raise SurfaceFusionError(f"{path} has parameter {name}, which {first} lacks; average one model's")
+        if sums[name].shape != model[name].shape:
+            raise SurfaceFusionError(
+                f"parameter {name} has shape {tuple(model[name].shape)} in {path} but "
+                f"{tuple(sums[name].shape)} in {first}; average checkpoints of one model"
+            )
+
+
+def _means(sums: dict[str, Tensor], count: int, last: dict[str, Tensor]) -> dict[str, Tensor]:
+    means: dict[str, Tensor] = {}
+    shared: dict[Any, Tensor] = {}
+    for name, value in last.items():
+        if not value.is_floating_point():
+            means[name] = value
+            continue
+        memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+        if memory not in shared:
+            shared[memory] = (sums[name] / count).to(value.dtype)
+        means[name] = shared[memory]
+    return means
+
+
+def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
+    """The last *count* epoch checkpoints (or those written every so many updates) in *folder*, oldest first.
+
+    Raises:
+        SurfaceFusionError: there is no such folder, or it holds fewer.
+    """
+    if not os.path.isdir(folder):
+        raise SurfaceFusionError(
+            f"checkpoint folder {folder} does not exist; give the --save-dir of a training"
+        )
+    if count < 1:
+        raise SurfaceFusionError(f"{count} checkpoints to average; give a number of 1 or more")
+    found = checkpoint_utils.checkpoint_paths(folder, UPDATE_CHECKPOINTS if by_update else EPOCH_CHECKPOINTS)
+    if len(found) < count:
+        kind = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"
+        raise SurfaceFusionError(
+            f"{folder} holds {len(found)} files named {kind}, not {count}; ask for fewer, or name the files"
+        )
+    return found[:count][::-1]

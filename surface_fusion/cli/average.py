@@ -1,0 +1,57 @@
+"""``surface-fusion average``: the mean of several checkpoints' parameters."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from fairseq import checkpoint_utils
+
+from surface_fusion import averaging
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.quiet import silence_harmless_warnings
+from surface_fusion.cli.user_errors import OneLineParser
+
+SUMMARY = "average the parameters of checkpoints into one"
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="surface-fusion average",
+        description="Averages parameters in float64 and writes a checkpoint for generate, without optimizer "
+        "state.",
+        usage="surface-fusion average CHECKPOINT ... -o OUT\n"
+        "       surface-fusion average (--last | --last-updates) N DIR -o OUT",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="files of one model")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="file to write")
+    latest = parser.add_mutually_exclusive_group()
+    latest.add_argument("--last", nargs=2, metavar=("N", "DIR"), help="the last N checkpointEPOCH.pt in DIR")
+    latest.add_argument(
+        "--last-updates", nargs=2, metavar=("N", "DIR"), help="the last N checkpoint_EPOCH_UPDATE.pt in DIR"
+    )
+    add_trust_flag(parser)
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Write the average that the command line asks for, and say in one line what it is of."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    paths = args.checkpoints
+    latest = args.last or args.last_updates
+    if bool(latest) == bool(paths):
+        parser.error("give checkpoints, or --last N DIR, or --last-updates N DIR")
+    if latest:
+        count, folder = latest
+        if not count.isdigit():
+            parser.error(f"{count} is not a number of checkpoints")
+        paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
+    if os.path.realpath(args.output) in map(os.path.realpath, paths):
+        parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
+    silence_harmless_warnings()
+    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+        state = averaging.average_checkpoints(paths)
+    checkpoint_utils.torch_persistent_save(state, args.output)
+    size = os.path.getsize(args.output) / 1e6
+    print(f"{args.output}: the mean of {len(paths)} checkpoints, {', '.join(paths)} ({size:.1f} MB)")

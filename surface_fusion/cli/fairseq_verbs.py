@@ -1,0 +1,231 @@
+"""The verbs that are fairseq's own commands, run in this process with the package loaded."""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fairseq import checkpoint_utils, options, utils
+from fairseq.distributed import utils as distributed_utils
+
+import surface_fusion
+from surface_fusion.cli import quiet, user_errors
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.model import MODEL_NAME
+
+
+@dataclass(frozen=True)
+class FairseqVerb:
+    """One of fairseq's commands.
+
+    Attributes:
+        summary: one line for ``--help``.
+        usage: what follows the verb on the command line.
+        parser: the function in ``fairseq.options`` that builds its parser.
+        log_to: ``stdout`` where the log is the result, ``stderr`` where stdout carries translations.
+        loads_checkpoint: whether ``--trust-checkpoint`` means anything.
+        defaults: flags that are added where the user gives none of their names.
+    """
+
+    summary: str
+    usage: str
+    parser: str
+    log_to: str = "stderr"
+    loads_checkpoint: bool = True
+    defaults: tuple[tuple[str, str], ...] = ()
+
+
+FAIRSEQ_VERBS = {
+    "preprocess": FairseqVerb(
+        "build dictionaries and binarise parallel text",
+        "-s SRC -t TGT --trainpref PREFIX --validpref PREFIX --destdir DATA [flags]",
+        "get_preprocessing_parser",
+        loads_checkpoint=False,
+    ),
+    "train": FairseqVerb(
+        "train a model, or go on with a training",
+        f"DATA -a {MODEL_NAME} --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
+        "get_training_parser",
+        log_to="stdout",
+    ),
+    "generate": FairseqVerb(
+        "translate a binarised test set", "DATA --path CHECKPOINT [flags]", "get_generation_parser"
+    ),
+    "interactive": FairseqVerb(
+        "translate plain text, line by line",
+        "DATA --path CHECKPOINT [flags] < TEXT",
+        "get_interactive_generation_parser",
+    ),
+    "validate": FairseqVerb(
+        "loss and perplexity of a checkpoint on a data set",
+        "DATA --path CHECKPOINT --valid-subset valid [flags]",
+        "get_validation_parser",
+        log_to="stdout",
+        # fairseq's other commands have this default; without it fairseq-validate dies of KeyError: None.
+        defaults=(("--task", "translation"),),
+    ),
+}
+
+
+def run(verb: str, argv: Sequence[str]) -> None:
+    """Run one of fairseq's commands.
+
+    Args:
+        verb: a key of ``FAIRSEQ_VERBS``.
+        argv: what follows the verb: flags of fairseq, of the model, and those of :func:`add_our_flags`.
+    """
+    spec = FAIRSEQ_VERBS[verb]
+    ours = user_errors.OneLineParser(prog=f"surface-fusion {verb}", add_help=False, allow_abbrev=False)
+    add_our_flags(ours, spec)
+    ours.add_argument("--user-dir")
+    ours.add_argument("-h", "--help", action="store_true")
+    known, rest = ours.parse_known_args(argv)
+    rest = ["--user-dir", _user_dir(known.user_dir), *rest]
+    for flag, value in spec.defaults:
+        if not any(arg == flag or arg.startswith(f"{flag}=") for arg in rest):
+            rest = [flag, value, *rest]
+    set_up = functools.partial(_set_up, verb, known.show_config)
+    set_up()
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
+        changes.enter_context(replaced(sys, "argv", [f"surface-fusion {verb}", *rest]))
+        if known.help:
+            print_help(verb, rest)
+            return
+        if getattr(known, "trust_checkpoint", False):
+            changes.enter_context(trusted_checkpoints())
+        call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
+        changes.enter_context(replaced(distributed_utils, "call_main", call_main))
+        # fairseq keeps the best loss of a process' last training in the function itself.
+        vars(checkpoint_utils.save_checkpoint).pop("best", None)
+        importlib.import_module(f"fairseq_cli.{verb}").cli_main()
+
+
+def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
+    """The flags that fairseq's command does not have."""
+    group = parser.add_argument_group("surface-fusion's own flags")
+    group.add_argument(
+        "--show-config", action="store_true", help="log fairseq's whole configuration (20,000 characters)"
+    )
+    if spec.loads_checkpoint:
+        add_trust_flag(group)
+
+
+def add_trust_flag(parser: Any) -> None:
+    """``--trust-checkpoint``, for every verb that loads one."""
+    parser.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="load checkpoints that hold arbitrary pickled objects; such a file can run any code, so use it "
+        "only for files from people you trust",
+    )
+
+
+def _user_dir(given: str | None) -> str:
+    """The user's ``--user-dir``, or this package's own folder."""
+    if given is None:
+        return str(Path(surface_fusion.__file__).parent)
+    try:
+        utils.import_user_module(argparse.Namespace(user_dir=given))
+    except FileNotFoundError as error:
+        raise SurfaceFusionError(
+            f"--user-dir {error} does not exist; leave it out to use surface-fusion's own"
+        ) from error
+    return given
+
+
+def print_help(verb: str, argv: list[str]) -> None:
+    """fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
+    spec = FAIRSEQ_VERBS[verb]
+    if verb == "train" and not {"-a", "--arch"} & set(argv):
+        argv = ["-a", MODEL_NAME, *argv]
+    parser = getattr(options, spec.parser)()
+    parser.usage = f"surface-fusion {verb} {spec.usage}"
+    parser.description = f"{spec.summary}: fairseq-{verb} with surface-fusion loaded"
+    if verb == "preprocess":
+        add_our_flags(parser, spec)
+        parser.print_help()
+        return
+    calls = 0
+
+    def stop_when_complete(parser: argparse.ArgumentParser) -> None:
+        # fairseq calls this before and after it adds the flags of the architecture and the task.
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            add_our_flags(parser, spec)
+            parser.print_help()
+            raise _HelpPrinted
+
+    with contextlib.suppress(_HelpPrinted):
+        options.parse_args_and_arch(parser, argv, modify_parser=stop_when_complete)
+
+
+class _HelpPrinted(Exception):
+    """Ends fairseq's parsing."""
+
+
+def _call_main(
+    fairseqs: Callable[..., None],
+    set_up: Callable[[], None],
+    cfg: Any,
+    main: Callable[..., None],
+    **kwargs: Any,
+) -> None:
+    """fairseq's ``call_main``, whose child processes are set up as this one and fail like it."""
+    fairseqs(cfg, functools.partial(_main_in_any_process, set_up, main), **kwargs)
+
+
+def _main_in_any_process(
+    set_up: Callable[[], None], main: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    if multiprocessing.parent_process() is None:
+        main(*args, **kwargs)
+        return
+    set_up()
+    try:
+        main(*args, **kwargs)
+    except Exception as exception:
+        line = user_errors.user_line(exception)
+        if line is None:
+            raise
+        # The parent gets the text of the traceback, see user_errors.CHILD_ERROR.
+        raise SurfaceFusionError(line) from None
+
+
+def _set_up(verb: str, show_config: bool) -> None:
+    quiet.silence_harmless_warnings()
+    quiet.set_up_logging(verb, FAIRSEQ_VERBS[verb].log_to, show_config)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """*owner.name* is *value* for the time being."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def trusted_checkpoints() -> Iterator[None]:
+    """torch's own switch for full unpickling, for the time being; child processes inherit it."""
+    name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

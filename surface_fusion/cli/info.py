@@ -1,0 +1,148 @@
+"""``surface-fusion info``: what a checkpoint is; without one, the versions for a bug report."""
+
+import contextlib
+import json
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+
+from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.quiet import silence_harmless_warnings
+from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.model import MODEL_NAME
+from surface_fusion.version import __version__
+
+SUMMARY = "what a checkpoint is; without one, the versions to put into a bug report"
+FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
+# Entries of a state dict that are no parameters.
+BUFFERS = ("version", "_float_tensor")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Print what the command line asks for."""
+    parser = OneLineParser(
+        prog="surface-fusion info",
+        description=SUMMARY,
+        usage="surface-fusion info [CHECKPOINT] [--json]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_trust_flag(parser)
+    args = parser.parse_args(argv)
+    silence_harmless_warnings()
+    if args.checkpoint is None:
+        facts = versions()
+    else:
+        facts = checkpoint_facts(args.checkpoint, args.trust_checkpoint)
+    if args.json:
+        print(json.dumps(facts))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name.replace('_', ' '):<{width}}  {_in_words(value)}")
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def versions() -> dict[str, Any]:
+    """What a bug report needs to name."""
+    found = []
+    for name in FAIRSEQ_DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "surface_fusion": __version__,
+        "fairseq": ", ".join(found) or "not installed as a distribution",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": ", ".join(devices) or "CPU only",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
+    """What the checkpoint *path* is.
+
+    Raises:
+        SurfaceFusionError: it cannot be loaded, or not without trusting it and *trust* is false.
+    """
+    with trusted_checkpoints() if trust else contextlib.nullcontext():
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    model, cfg = state["model"], state["cfg"].model
+    last = state["optimizer_history"][-1]
+    task = state["cfg"].task
+    tensors = {name: value for name, value in model.items() if not name.endswith(BUFFERS)}
+    fusion = {n: v for n, v in tensors.items() if n.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS)}
+    return {
+        "checkpoint": path,
+        "architecture": str(getattr(cfg, "arch", None) or cfg._name),
+        "fusion": fusion_in_words(cfg),
+        "parameters": _count(tensors),
+        "fusion_parameters": _count(fusion),
+        "updates": last["num_updates"],
+        "best_loss": state["extra_state"].get("best"),
+        "languages": f"{task.source_lang}-{task.target_lang}" if task.get("source_lang") else "not recorded",
+        "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
+        "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
+        "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
+        "safe_to_load": True,
+    }
+
+
+def _count(tensors: dict[str, torch.Tensor]) -> int:
+    """Numbers in *tensors*; what two of them share counts once."""
+    return sum({(t.data_ptr(), t.shape): t.numel() for t in tensors.values()}.values())
+
+
+def _rows(model: dict[str, torch.Tensor], name: str) -> int | None:
+    return len(model[name]) if name in model else None
+
+
+def fusion_in_words(model_cfg: Any) -> str:
+    """What the flags of *model_cfg* (a Namespace or YAML configuration) make of the softmax layer."""
+    if not str(getattr(model_cfg, "arch", None) or model_cfg._name).startswith(MODEL_NAME):
+        return "none: not a model of surface-fusion"
+    cfg = SurfaceFusionConfig.from_namespace(model_cfg)
+    words = []
+    if cfg.layer_wise_attention:
+        words.append("decoder layer i attends to encoder layer i")
+    if cfg.surfacefusion is None:
+        return "; ".join(["none: a plain Transformer", *words])
+    if cfg.surfacefusion == "att":
+        depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
+        heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
+        words.append(
+            f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
+        )
+    else:
+        pooled = "tokens with id >= 50" if cfg.sf_pool_published else "all tokens"
+        words.append(f"{cfg.surfacefusion} of the source embeddings over {pooled}")
+    words.append(f"{'without' if cfg.sf_no_posedemb else 'with'} positions")
+    mode = str(cfg.sf_mode)
+    if cfg.mode.gated:
+        gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
+        mode += f", {gate}{', renormalised' if cfg.sf_renormalize else ''}"
+    else:
+        mode += f", tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
+    words.append(mode)
+    words.append(f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer")
+    if cfg.sf_linear:
+        words.append("linear map per branch")
+    if cfg.sf_no_detach:
+        words.append("gradient into query and key")
+    return "; ".join(words)

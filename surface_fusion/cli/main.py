@@ -1,0 +1,75 @@
+"""``surface-fusion VERB ...``: which verb, and how the command ends."""
+
+import difflib
+import os
+import sys
+
+from surface_fusion.cli import average, fairseq_verbs, info, score, user_errors
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.version import __version__
+
+OWN_VERBS = {"score": score, "average": average, "info": info}
+
+SUMMARIES = {
+    **{verb: spec.summary for verb, spec in fairseq_verbs.FAIRSEQ_VERBS.items()},
+    **{verb: module.SUMMARY for verb, module in OWN_VERBS.items()},
+}
+
+HELP = "\n".join(
+    (
+        "usage: surface-fusion VERB ...",
+        "",
+        "Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package",
+        "loaded and take all of fairseq's flags.",
+        "",
+        *(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items()),
+        "",
+        "surface-fusion VERB --help tells the flags of a verb, surface-fusion --version the version.",
+    )
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line *argv* (default: the process').
+
+    Returns:
+        The exit status: 0; 2 for a user's mistake, after one line on stderr; 130 if interrupted. Any other
+        exception is a bug and is not caught.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    name = "surface-fusion" + (f" {argv[0]}" if argv and argv[0] in SUMMARIES else "")
+    try:
+        _run(argv)
+        return 0
+    except SystemExit as stop:  # argparse after --help
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in "surface-fusion info | head -1"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as exception:
+        line = user_errors.user_line(exception)
+        if line is None:
+            raise
+        print(f"{name}: error: {line}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> None:
+    verb = argv[0] if argv else None
+    if verb in ("-h", "--help"):
+        print(HELP)
+    elif verb in ("-V", "--version"):
+        print(f"surface-fusion {__version__}")
+    elif verb in OWN_VERBS:
+        OWN_VERBS[verb].run(argv[1:])
+    elif verb in fairseq_verbs.FAIRSEQ_VERBS:
+        fairseq_verbs.run(verb, argv[1:])
+    elif verb is None:
+        raise SurfaceFusionError(f"no verb given; choose one of {', '.join(SUMMARIES)}")
+    else:
+        close = difflib.get_close_matches(verb, SUMMARIES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(SUMMARIES)}"
+        raise SurfaceFusionError(f"unknown verb {verb}; {hint}")

@@ -1,0 +1,74 @@
+"""Which exceptions are a user's mistake, and the one line that says so."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from surface_fusion.errors import SurfaceFusionError
+
+# What a child process of torch's spawn leaves of an exception: the last line of its traceback.
+CHILD_ERROR = re.compile(
+    rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
+)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are :class:`SurfaceFusionError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and exiting."""
+        refuse(self, message)
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """What ``ArgumentParser.error`` should do: one line, however many flags and choices there are.
+
+    Raises:
+        SurfaceFusionError: always.
+    """
+    message = re.sub(r" \(choose from .{300,}\)$", "", message, flags=re.DOTALL)
+    raise SurfaceFusionError(f"{message} (see {parser.prog} --help)")
+
+
+def user_line(exception: BaseException) -> str | None:
+    """The line for the user if *exception*, or one that it replaced, is a user's mistake; else None."""
+    chain = [exception]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    for link in chain:
+        if isinstance(link, SurfaceFusionError):
+            return str(link)
+    for link in chain:
+        line = _known_line(link)
+        if line is not None:
+            return " ".join(line.split())
+    return None
+
+
+def _known_line(exception: BaseException) -> str | None:
+    text = str(exception)
+    if child := CHILD_ERROR.findall(text):
+        return str(child[-1])
+    if isinstance(exception, FileExistsError):
+        return f"{exception.filename or text} exists already; remove it, or write elsewhere"
+    if isinstance(exception, OSError) and exception.filename is not None:
+        return f"{exception.filename}: {exception.strerror}"
+    if isinstance(exception, FileNotFoundError):
+        return text
+    if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
+        return _shortened(text) + "; was the checkpoint trained with other flags?"
+    if isinstance(exception, AssertionError) and text and _raised_in(exception).startswith("fairseq_cli."):
+        return text  # fairseq's commands check their flags by assertions
+    return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def _raised_in(exception: BaseException) -> str:
+    """The module that raised *exception*."""
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""

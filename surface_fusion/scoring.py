@@ -1,0 +1,184 @@
+"""Translation scores by sacreBLEU (Post, 2018, https://aclanthology.org/W18-6319), each flavour by its name.
+
+"BLEU" of one translation differs by several points with what is compared: plain text against the raw
+reference (``sacreBLEU``), or space-separated tokens against a reference tokenised alike (``tokenised
+BLEU``, what fairseq-generate prints and most papers report). Each score here carries its name and
+sacreBLEU's signature.
+
+Romanian is written with comma-below letters (U+0219, U+021B), but much text has cedilla letters
+(U+015F, U+0163) instead, and published scores differ by whether diacritics were kept: hence
+``romanian=True``.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from surface_fusion.errors import SurfaceFusionError
+
+CEDILLA_TO_COMMA = str.maketrans("şţŞŢ", "șțȘȚ")
+BPE_MARKS = re.compile("@@( |$)|\u2581")
+ESCAPES = re.compile("&(apos|quot|amp|#124|#91|#93);|@-@")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One corpus-level score.
+
+    Attributes:
+        name: the flavour, in words.
+        value: 0 to 100.
+        signature: sacreBLEU's, which says how to compute the same again.
+    """
+
+    name: str
+    value: float
+    signature: str
+
+
+def score(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
+    """sacreBLEU, chrF and tokenised BLEU of *hypotheses*, one reference each.
+
+    Args:
+        hypotheses: the translations, one string a sentence.
+        references: as many.
+        romanian: score two more versions of both sides: with comma-below letters for cedilla ones,
+            and without diacritics.
+
+    Raises:
+        SurfaceFusionError: the numbers of lines differ, or there are none.
+    """
+    return score_text(hypotheses, references, romanian) + score_tokens(hypotheses, references, romanian)
+
+
+def score_text(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
+    """sacreBLEU and chrF of plain text, see :func:`score`."""
+    return [
+        one
+        for version, hyps, refs in _versions(hypotheses, references, romanian)
+        for one in (
+            _corpus_score("sacreBLEU" + version, BLEU(force=True), hyps, refs),
+            _corpus_score("chrF" + version, CHRF(), hyps, refs),
+        )
+    ]
+
+
+def score_tokens(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
+    """Tokenised BLEU: the space-separated tokens of both sides as given, see :func:`score`."""
+    return [
+        _corpus_score("tokenised BLEU" + version, BLEU(tokenize="none", force=True), hyps, refs)
+        for version, hyps, refs in _versions(hypotheses, references, romanian)
+    ]
+
+
+def _versions(
+    hypotheses: Sequence[str], references: Sequence[str], romanian: bool
+) -> list[tuple[str, list[str], list[str]]]:
+    """The texts to score, each with the words that its scores' names end in."""
+    if len(hypotheses) != len(references):
+        raise SurfaceFusionError(
+            f"{len(hypotheses)} hypotheses but {len(references)} references; give one reference line for "
+            "each hypothesis line"
+        )
+    if not hypotheses:
+        raise SurfaceFusionError("no line to score; the hypotheses and the references are empty")
+    versions: list[tuple[str, Callable[[str], str]]] = [("", str)]
+    if romanian:
+        versions = [
+            (", text as is", str),
+            (", comma-below s and t", comma_below),
+            (", no diacritics", strip_diacritics),
+        ]
+    return [(name, [*map(change, hypotheses)], [*map(change, references)]) for name, change in versions]
+
+
+def _corpus_score(name: str, metric: BLEU | CHRF, hyps: list[str], refs: list[str]) -> Score:
+    value = metric.corpus_score(hyps, [refs]).score
+    return Score(name, value, str(metric.get_signature()))
+
+
+def comma_below(text: str) -> str:
+    """*text* with Romanian s and t written with a comma below, where it has a cedilla."""
+    return unicodedata.normalize("NFC", text).translate(CEDILLA_TO_COMMA)
+
+
+def strip_diacritics(text: str) -> str:
+    """*text* without any combining mark: ``ă â î ș ț`` become ``a a i s t``."""
+    decomposed = unicodedata.normalize("NFD", text)
+    return unicodedata.normalize("NFC", "".join(c for c in decomposed if not unicodedata.combining(c)))
+
+
+def text_warnings(hypotheses: Iterable[str]) -> list[str]:
+    """What makes a comparison of *hypotheses* with raw references unfair, one line each."""
+    hyps = list(hypotheses)
+    found = []
+    marked = sum(bool(BPE_MARKS.search(line)) for line in hyps)
+    if marked:
+        found.append(
+            f"{marked} of {len(hyps)} hypotheses carry BPE marks (@@ or \u2581); translate with --remove-bpe "
+            "(=sentencepiece)"
+        )
+    stops = [line for line in hyps if re.search("[.,]( |$)", line)]
+    spaced = sum(bool(re.search(" [.,]( |$)", line)) for line in stops)
+    escaped = sum(bool(ESCAPES.search(line)) for line in hyps)
+    if 2 * spaced > len(stops) or escaped:
+        found.append(
+            f"the hypotheses look tokenised ({spaced} of {len(stops)} lines with a full stop or comma have a "
+            f"space before it, {escaped} have escapes like &apos;); sacreBLEU and chrF are only comparable "
+            "on detokenised text"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """The translations in what fairseq-generate printed, in the order of the test set.
+
+    Attributes:
+        ids: place of each sentence in the test set, increasing.
+        tokens: H- lines, the best hypothesis of each sentence as the model wrote it.
+        text: D- lines, the same after fairseq's detokenisation (``--bpe``, ``--tokenizer``).
+        tokenised_references: T- lines.
+        skipped: places in the test set, up to the last id, without a translation.
+    """
+
+    ids: list[int]
+    tokens: list[str]
+    text: list[str]
+    tokenised_references: list[str]
+    skipped: list[int]
+
+
+def parse_generate_output(lines: Iterable[str]) -> GenerateOutput:
+    """Read what fairseq-generate printed.
+
+    Of several hypotheses for a sentence (``--nbest``) the first counts.
+
+    Raises:
+        SurfaceFusionError: no H- line, or H-, D- and T- lines are not of the same sentences.
+    """
+    found: dict[str, dict[int, str]] = {"H": {}, "D": {}, "T": {}}
+    for line in lines:
+        match = re.match(r"([HDT])-(\d+)\t(.*)", line, re.DOTALL)
+        if match:
+            kind, sentence, text = match.groups()
+            if kind != "T":
+                text = text.partition("\t")[2]
+            found[kind].setdefault(int(sentence), text)
+    if not found["H"]:
+        raise SurfaceFusionError("no H- line found; give what fairseq-generate printed or wrote")
+    ids = sorted(found["H"])
+    for kind in "DT":
+        odd = found[kind].keys() ^ found["H"].keys()
+        if odd:
+            raise SurfaceFusionError(
+                f"{len(ids)} H- lines but {len(found[kind])} {kind}- lines: sentence {min(odd)} has only one "
+                "of them; was the output cut off, or printed with --quiet or by interactive?"
+            )
+    hypotheses, text, references = ([found[kind][i] for i in ids] for kind in "HDT")
+    skipped = sorted(set(range(ids[-1])) - found["H"].keys())
+    return GenerateOutput(ids, hypotheses, text, references, skipped)

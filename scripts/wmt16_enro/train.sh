@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Train the published model on what prepare.sh wrote, with the published flags.
+#
+#   train.sh [OUT] [--direction en-ro|ro-en] [--vanilla] [--gpus N] [--run NAME] [-- FAIRSEQ FLAGS]
+#
+# OUT          as given to prepare.sh; default: runs/wmt16_enro in the clone
+# --direction  en-ro (default) or ro-en
+# --vanilla    the plain Transformer that the paper compares with: the same flags without surface fusion
+# --gpus       1, 2, 4 or 8; default: all that torch sees; 0: the CPU, without --fp16 (for trying things out)
+# --run        name of this training; default: the direction, with -vanilla after it for the baseline
+# FLAGS        anything of fairseq-train; what is said here overrides the published value
+#
+# An update is 16,384 tokens whatever N: 2048 a GPU, summed over 8/N batches. 60,000 updates, 65 million
+# parameters. Writes OUT/checkpoints/RUN: three checkpoints of about 800 MB, and train.log. Run again, it goes on from
+# the last checkpoint (one is written after each epoch).
+
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+out='' direction=en-ro vanilla='' gpus='' run=''
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) usage ;;
+        --direction) need_value "$1" $#; direction=$2; shift ;;
+        --gpus) need_value "$1" $#; gpus=$2; shift ;;
+        --run) need_value "$1" $#; run=$2; shift ;;
+        --vanilla) vanilla=-vanilla ;;
+        --) shift; break ;;
+        -*) die "unknown option $1; flags for fairseq go after --" ;;
+        *) [ -z "$out" ] || die "one argument too many: $1; flags for fairseq go after --"; out=$1 ;;
+    esac
+    shift
+done
+out=${out:-$clone/runs/wmt16_enro}
+split_direction "$direction"
+run=${run:-$direction$vanilla}
+need_data "$out"
+find_python
+
+seen=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+gpus=${gpus:-$seen}
+case $gpus in
+    0 | 1 | 2 | 4 | 8) ;;
+    *) die "$gpus GPUs cannot share 8 batches of 2048 tokens evenly; give --gpus 1, 2, 4 or 8" ;;
+esac
+[ "$gpus" -le "$seen" ] || die "--gpus $gpus: torch sees $seen"
+
+if [ "$gpus" -eq 0 ]; then
+    device=(--cpu) update_freq=8
+else
+    device=(--fp16 --distributed-world-size "$gpus") update_freq=$((8 / gpus))
+fi
+if [ -z "$vanilla" ]; then
+    model=(--surfacefusion att --sf-gate 0.8 --sf-mode hard)
+else
+    # The published code drops attention weights at 0.1 in every model; fairseq's Transformer would not.
+    model=(--attention-dropout 0.1)
+fi
+
+save=$out/checkpoints/$run
+mkdir -p "$save"
+"$python" -m surface_fusion train \
+    "$out/data-bin" --source-lang "$src" --target-lang "$tgt" \
+    --arch transformer_surface_fusion --share-all-embeddings \
+    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
+    --lr-scheduler inverse_sqrt --warmup-init-lr 1e-07 --warmup-updates 4000 \
+    --lr 0.0005 --min-lr 1e-09 \
+    --dropout 0.3 --weight-decay 0.0 \
+    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
+    --save-dir "$save" --seed 333 --ddp-backend=no_c10d "${device[@]}" \
+    --max-tokens 2048 --update-freq "$update_freq" --max-update 60000 --keep-last-epochs 1 \
+    "${model[@]}" "$@" 2>&1 | tee -a "$save/train.log"

@@ -114,6 +114,12 @@ class SurfaceFusionConfig(TransformerConfig):
         metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
     )
 
+    def __post_init__(self) -> None:
+        # fairseq's defaults of the nested sections are the classes: a change would be everybody's.
+        for section in ("encoder", "decoder", "quant_noise"):
+            if isinstance(getattr(self, section), type):
+                setattr(self, section, getattr(self, section)())
+
     @property
     def mode(self) -> Mode:
         """The fusion of distributions that the flags ask for."""
@@ -143,6 +149,7 @@ class SurfaceFusionConfig(TransformerConfig):
             SurfaceFusionError: a value that no model can be built with; the text says what to change.
         """
         cfg: SurfaceFusionConfig = super().from_namespace(args)
+        cfg.decoder.output_dim = int(cfg.decoder.output_dim)  # the command line leaves it a string
         cfg.check()
         return cfg
 

@@ -21,7 +21,12 @@ from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from surface_fusion.attention import SurfaceAttention
-from surface_fusion.distributions import exponentiated_log_probs, hard_log_probs, log_softmax
+from surface_fusion.distributions import (
+    at_least_float32,
+    exponentiated_log_probs,
+    hard_log_probs,
+    log_softmax,
+)
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
 
@@ -82,8 +87,10 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
         x, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
         )
-        if self.cfg.surfacefusion is None or encoder_out is None:
+        if self.cfg.surfacefusion is None:
             return x, extra
+        if encoder_out is None:
+            raise ValueError("surface fusion needs the encoder's output, encoder_out is None")
         surface = encoder_out["encoder_embedding"][0]
         if self.cfg.surfacefusion == "att":
             query = extra["inner_states"][self.query_depth]
@@ -135,7 +142,7 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
     def get_normalized_probs(
         self, net_output: tuple[Tensor, Any], log_probs: bool, sample: Any = None
     ) -> Tensor:
-        """(Log-)probabilities of the fused distribution, ... x V, in float32.
+        """(Log-)probabilities of the fused distribution, ... x V, in float32 at least.
 
         In hard mode they are as published: they sum to less than 1.
         """
@@ -146,7 +153,7 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
             return log_softmax(logits) if log_probs else log_softmax(logits).exp()
         gate: Tensor | float = self.cfg.sf_gate
         if self.cfg.learned_gate:
-            logits, gates = logits[..., :-2], logits[..., -2:].float()
+            logits, gates = logits[..., :-2], at_least_float32(logits[..., -2:])
             gate = gates[..., :1] / gates.sum(dim=-1, keepdim=True)
         tgt_logits, src_logits = logits.chunk(2, dim=-1)
         if self.cfg.mode.exponentiated:

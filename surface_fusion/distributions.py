@@ -51,10 +51,14 @@ MODES = {
 }
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """*x* in float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-softmax over the last axis, in float32 at least."""
-    wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    return F.log_softmax(logits, dim=-1, dtype=wide)
+    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def hard_log_probs(tgt_logits: Tensor, src_logits: Tensor, gate: Tensor | float) -> Tensor:

@@ -127,12 +127,36 @@ def gradients(model: nn.Module, sample: dict[str, Any]) -> dict[str, Tensor | No
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+def beam_batch(sentences: int = 3, beam: int = 3, **kwargs: Any) -> dict[str, Any]:
+    """A batch of *beam* different target prefixes for each of *sentences* sources, as in beam search."""
+    sample = batch(
+        tuple(range(3, 3 + sentences)), tuple(5 + i % 3 for i in range(sentences * beam)), **kwargs
+    )
+    for name in ("src_tokens", "src_lengths"):
+        sample["net_input"][name] = sample["net_input"][name].repeat_interleave(beam, 0)
+    return sample
+
+
+def beam_orders(steps: int, sentences: int = 3, beam: int = 3, seed: int = 0) -> list[Tensor]:
+    """Reorderings as beam search makes them: within a sentence, with repetitions, and a sentence that ends."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = []
+    for step in range(steps):
+        survivors = torch.arange(sentences)
+        if step == steps // 2:
+            survivors = survivors[survivors != 1]
+            sentences -= 1
+        within = torch.randint(beam, (len(survivors), beam), generator=generator)
+        orders.append((survivors[:, None] * beam + within).flatten())
+    return orders
+
+
 def incremental_log_probs(model: Any, sample: dict[str, Any], orders: list[Tensor] | None = None) -> Tensor:
     """Log-probabilities of the given prefix, decoded token by token: B x T x V.
 
     Args:
-        orders: a permutation of the batch to apply before each step, as beam search does; the rows of the
-            result are in the order of the last one.
+        orders: how beam search reorders the rows before each step; the rows of the result are in the final
+            order.
     """
     net = sample["net_input"]
     encoder_out = model.encoder.forward_torchscript(net)
@@ -147,3 +171,18 @@ def incremental_log_probs(model: Any, sample: dict[str, Any], orders: list[Tenso
         logits, extra = model.decoder(tokens[:, : step + 1], encoder_out=encoder_out, incremental_state=state)
         steps.append(model.get_normalized_probs((logits[:, -1:], extra), log_probs=True))
     return torch.cat(steps, dim=1)
+
+
+@torch.no_grad()
+def assert_incremental_equals_full(model: Any) -> None:
+    """Token by token equals one pass at every real position, in order and through beam search's reorderings."""
+    sample = beam_batch()
+    real = sample["target"].ne(PAD)
+    full = log_probs(model, sample)
+    torch.testing.assert_close(incremental_log_probs(model, sample)[real], full[real], atol=2e-5, rtol=1e-5)
+    orders = beam_orders(real.shape[1])
+    rows = torch.arange(len(real))
+    for order in orders:
+        rows = rows[order]
+    steps = incremental_log_probs(model, sample, orders)
+    torch.testing.assert_close(steps[real[rows]], full[rows][real[rows]], atol=2e-5, rtol=1e-5)

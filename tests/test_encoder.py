@@ -1,5 +1,6 @@
 """What the encoder hands over as the source surface, and that it is otherwise fairseq's encoder."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -208,7 +209,7 @@ def test_a_dropped_layer_hands_its_input_on(flags: tuple[str, ...]) -> None:
         torch.manual_seed(seed)
         states = encode(model, sample, return_all_hiddens=True)["encoder_states"]
         assert len(states) == 6
-        assert [after is before for before, after in zip(states, states[1:], strict=False)] == dropped
+        assert [after is before for before, after in itertools.pairwise(states)] == dropped
         seen.add(tuple(dropped))
     assert len(seen) > 5
 

@@ -138,7 +138,7 @@ def beam_batch(sentences: int = 3, beam: int = 3, **kwargs: Any) -> dict[str, An
 
 
 def beam_orders(steps: int, sentences: int = 3, beam: int = 3, seed: int = 0) -> list[Tensor]:
-    """Reorderings as beam search makes them: within a sentence, with repetitions, and a sentence that ends."""
+    """Reorderings as in beam search: within a sentence, with repetitions, and one sentence ends."""
     generator = torch.Generator().manual_seed(seed)
     orders = []
     for step in range(steps):
@@ -175,7 +175,7 @@ def incremental_log_probs(model: Any, sample: dict[str, Any], orders: list[Tenso
 
 @torch.no_grad()
 def assert_incremental_equals_full(model: Any) -> None:
-    """Token by token equals one pass at every real position, in order and through beam search's reorderings."""
+    """Token by token equals one pass at every real position, also through the reorderings of beam search."""
     sample = beam_batch()
     real = sample["target"].ne(PAD)
     full = log_probs(model, sample)

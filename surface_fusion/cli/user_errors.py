@@ -1,6 +1,7 @@
 """Which exceptions are a user's mistake, and the one line that says so."""
 
 import argparse
+import difflib
 import re
 from typing import NoReturn
 
@@ -21,12 +22,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """What ``ArgumentParser.error`` should do: one line, however many flags and choices there are.
+    """What ``ArgumentParser.error`` should do: one line, also where there are 200 choices.
 
     Raises:
         SurfaceFusionError: always.
     """
-    message = re.sub(r" \(choose from .{300,}\)$", "", message, flags=re.DOTALL)
+    if long_choice := re.search(r"invalid choice: '(.*?)'( \(choose from (.{300,})\))$", message):
+        chosen, listed, choices = long_choice.groups()
+        close = difflib.get_close_matches(chosen, re.findall(r"[^\s,']+", choices), n=3)
+        message = message.replace(listed, f", did you mean {' or '.join(close)}?" if close else "")
     raise SurfaceFusionError(f"{message} (see {parser.prog} --help)")
 
 

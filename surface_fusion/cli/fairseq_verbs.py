@@ -87,18 +87,20 @@ def run(verb: str, argv: Sequence[str]) -> None:
     ours.add_argument("--user-dir")
     ours.add_argument("-h", "--help", action="store_true")
     known, rest = ours.parse_known_args(argv)
-    rest = ["--user-dir", _user_dir(known.user_dir), *rest]
+    user_dir = _user_dir(known.user_dir)
     for flag, value in spec.defaults:
         if not any(arg == flag or arg.startswith(f"{flag}=") for arg in rest):
             rest = [flag, value, *rest]
     set_up = functools.partial(_set_up, verb, known.show_config)
-    set_up()
     with contextlib.ExitStack() as changes:
         changes.enter_context(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
-        changes.enter_context(replaced(sys, "argv", [f"surface-fusion {verb}", *rest]))
         if known.help:
             print_help(verb, rest)
             return
+        set_up()
+        changes.enter_context(
+            replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *rest])
+        )
         if getattr(known, "trust_checkpoint", False):
             changes.enter_context(trusted_checkpoints())
         call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
@@ -141,11 +143,11 @@ def _user_dir(given: str | None) -> str:
     return given
 
 
-def print_help(verb: str, argv: list[str]) -> None:
+def print_help(verb: str, argv: Sequence[str]) -> None:
     """fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
     spec = FAIRSEQ_VERBS[verb]
-    if verb == "train" and not {"-a", "--arch"} & set(argv):
-        argv = ["-a", MODEL_NAME, *argv]
+    if verb == "train":
+        argv = ["-a", MODEL_NAME, *argv]  # the last one counts
     parser = getattr(options, spec.parser)()
     parser.usage = f"surface-fusion {verb} {spec.usage}"
     parser.description = f"{spec.summary}: fairseq-{verb} with surface-fusion loaded"

@@ -1,0 +1,101 @@
+"""Verbs, help, version and exit statuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import surface_fusion
+from surface_fusion.cli import main as entry
+from surface_fusion.cli import score
+
+VERBS = ("preprocess", "train", "generate", "interactive", "validate", "score", "average", "info")
+
+
+def test_help_is_short_and_names_every_verb(command):
+    result = command("--help")
+    assert (result.status, result.err) == (0, "")
+    assert result.out.count("\n") < 20 and max(map(len, result.out.splitlines())) <= 100
+    for verb in VERBS:
+        assert f"\n  {verb} " in result.out
+
+
+def test_version(command):
+    assert command("--version").out == f"surface-fusion {surface_fusion.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        ((), "surface-fusion: error: no verb given; choose one of preprocess, train, "),
+        (("trian",), "surface-fusion: error: unknown verb trian; did you mean train?"),
+        (("zzz", "--cpu"), "surface-fusion: error: unknown verb zzz; choose one of preprocess, train, "),
+    ],
+)
+def test_unknown_verb_is_one_line(command, argv, line):
+    result = command(*argv)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(line) and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_each_verb(command, verb):
+    result = command(verb, "--help")
+    assert (result.status, result.err) == (0, "")
+    assert f"usage: surface-fusion {verb} " in result.out
+    assert ("--trust-checkpoint" in result.out) == (verb not in ("preprocess", "score"))
+
+
+@pytest.mark.parametrize("arch", [(), ("-a", "transformer_surface_fusion_tiny"), ("--arch=transformer",)])
+def test_help_of_train_shows_the_flags_of_model_task_and_optimizer(command, arch):
+    help_ = command("train", *arch, "--help", "--optimizer", "adam").out
+    assert "--encoder-layers" in help_ and "--source-lang" in help_ and "--adam-betas" in help_
+    assert ("--sf-gate SF_GATE" in help_) == (arch != ("--arch=transformer",))
+
+
+@pytest.mark.parametrize("verb", ["generate", "interactive"])
+def test_help_of_translating_verbs_shows_the_flags_of_the_task(command, verb):
+    help_ = command(verb, "-h").out
+    assert "--beam" in help_ and "--source-lang" in help_
+
+
+def test_interruption_is_one_line_and_status_130(command, monkeypatch):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(score, "run", interrupt)
+    result = command("score")
+    assert (result.status, result.err) == (130, "surface-fusion score: interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback(command, monkeypatch):
+    def fail(argv):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(score, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        command("score")
+
+
+def test_verbs_and_summaries_agree():
+    assert tuple(entry.SUMMARIES) == VERBS
+
+
+@pytest.mark.parametrize("program", [[], [sys.executable, "-m", "surface_fusion"]], ids=["script", "module"])
+def test_real_process(program):
+    program = program or [str(Path(sys.executable).with_name("surface-fusion"))]
+    version = subprocess.run([*program, "--version"], capture_output=True, text=True)
+    assert (version.returncode, version.stderr) == (0, "")
+    assert version.stdout == f"surface-fusion {surface_fusion.__version__}\n"
+    bad = subprocess.run([*program, "average"], capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("surface-fusion average: error: ") and bad.stderr.count("\n") == 1
+
+
+def test_a_reader_that_stops_early_is_no_traceback():
+    program = [sys.executable, "-m", "surface_fusion", "train", "--help"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()

@@ -167,6 +167,27 @@ def test_plain_model_as_the_published_code_ran_it(name: str, tmp_path: Path) -> 
         assert_near(parameter.grad, expected, 1e-4 * largest, parameter_name)
 
 
+@pytest.mark.parametrize("share_decoder", [True, False])
+def test_unshared_embeddings(share_decoder: bool, tmp_path: Path) -> None:
+    """The same numbers when each matrix is stored on its own; the output's was called ``embed_out``."""
+    golden = load_golden("att_hard_g08")
+    if not share_decoder:
+        golden.param["decoder.embed_out"] = golden.param["decoder.embed_tokens.weight"]
+    path = write_checkpoint(
+        golden,
+        tmp_path,
+        share_all_embeddings=False,
+        share_decoder_input_output_embed=share_decoder,
+    )
+    (model,), _, _ = load_model_ensemble_and_task([str(path)])
+    decoder = model.decoder
+    assert decoder.embed_tokens.weight is not model.encoder.embed_tokens.weight
+    assert (decoder.output_projection.weight is decoder.embed_tokens.weight) == share_decoder
+    with torch.no_grad():
+        log_probs = model.eval().get_normalized_probs(model(**golden.net_input), log_probs=True)
+    assert_near(log_probs, golden["log_probs"])
+
+
 @pytest.mark.parametrize("name", TRANSPARENT)
 def test_transparent_attention_is_refused(name: str, tmp_path: Path) -> None:
     path = write_checkpoint(load_golden(name), tmp_path, **args_of_plain_model(name))

@@ -5,7 +5,6 @@ Called at the end of fairseq's parsing, by way of the architecture functions.
 
 import importlib.util
 import logging
-import os
 from typing import Any
 
 import torch
@@ -41,14 +40,3 @@ def settle_command_line(args: Any) -> None:
             + ("--cpu was given" if args.cpu else "none is visible")
             + "; leave --fp16 out to train on the CPU"
         )
-    if isinstance(args.data, str):
-        for folder in args.data.split(os.pathsep):
-            if not os.path.isdir(folder):
-                raise missing_data_folder(folder)
-
-
-def missing_data_folder(folder: str) -> SurfaceFusionError:
-    """The error for a data folder that is not there."""
-    return SurfaceFusionError(
-        f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
-    )

@@ -1,5 +1,273 @@
-"""placeholder"""
+"""What fairseq needs on today's Python, torch and hydra, applied when the package is imported.
+
+fairseq is no longer released; the versions meant here are the re-uploads of its main branch, ve-fairseq
+0.12.3 and fairseq-fixed 0.12.3.1. Each function mends one thing and says which report it
+answers ("fs" = an issue of facebookresearch/fairseq). ``tests/test_compat.py`` has a test for each
+that fails once fairseq no longer needs it.
+"""
+
+import argparse
+import collections
+import functools
+import logging
+import os
+import pickle
+import re
+import sys
+import typing
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import omegaconf
+import torch
+from fairseq import checkpoint_utils, search, tasks, utils
+from fairseq.data import data_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.models.transformer import transformer_config
+from fairseq.tasks import FairseqTask
+
+from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
+
+TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""torch's environment variable that allows arbitrary pickles in checkpoints when it is 1."""
 
 
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace the function or method ``owner.name`` by ``wrapper(original, ...)``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def allow_checkpoint_classes() -> None:
+    """Let torch load fairseq's checkpoints safely (fs 5610, 5603; torch >= 2.6 refuses unknown classes).
+
+    Namespace: arguments. numpy: BLEU values of ``--eval-bleu`` runs, under numpy 1 and 2 names. omegaconf and
+    the rest: a resume by several processes sends the whole state through ``torch.load``.
+    """
+    multiarray = sys.modules["numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray"]
+    numpy_functions = [
+        (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    ]
+    numpy_dtypes = [type(np.dtype(code)) for code in ("f2", "f4", "f8", "i4", "i8", "u4", "u8", "?")]
+    classes: list[Any] = (
+        [argparse.Namespace, collections.defaultdict, typing.Any, dict, list, int]
+        + [np.ndarray, np.dtype, *numpy_functions, *numpy_dtypes]
+        + [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.nodes.AnyNode]
+        + [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
+        + [getattr(transformer_config, name) for name in ("TransformerConfig", "EncDecBaseConfig")]
+        + [getattr(transformer_config, name) for name in ("DecoderConfig", "QuantNoiseConfig")]
+        + [distributed_utils._TensorPlaceholder]
+    )
+    torch.serialization.add_safe_globals(classes)
+
+
+def explain_bad_checkpoints() -> None:
+    """Answer a file that is no checkpoint, or not a safe one, in one line instead of a traceback.
+
+    Also lets a checkpoint of the published code find its model: it names fairseq's architectures.
+    """
+
+    def load(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(path, *args, **kwargs)
+        except FileNotFoundError:
+            raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
+        except SurfaceFusionError:
+            raise
+        except Exception as error:  # what torch raises on a strange file is anybody's guess
+            unknown = re.search(r"GLOBAL (\S+)", str(error))
+            if isinstance(error, pickle.UnpicklingError) and unknown is not None:
+                raise SurfaceFusionError(
+                    f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
+                    "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+                    f"{TRUST_VARIABLE}=1 (fairseq commands)"
+                ) from error
+            raise SurfaceFusionError(
+                f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a file "
+                "that fairseq-train wrote"
+            ) from error
+
+    def upgrade(original: Callable[..., Any], state: Any) -> Any:
+        if not isinstance(state, dict) or "model" not in state:
+            raise KeyError("model")  # for load, which knows the path
+        args: Any = state.get("args")
+        if hasattr(args, "sf_fuision_mode") and not str(args.arch).startswith("transformer_surface_fusion"):
+            args.arch = "transformer_surface_fusion"
+        return original(state)
+
+    _wrap(checkpoint_utils, "load_checkpoint_to_cpu", load)
+    _wrap(checkpoint_utils, "_upgrade_state_dict", upgrade)
+
+
+def explain_missing_data() -> None:
+    """Name the data folder, dictionary or data file that is missing or empty, in one line."""
+
+    def setup(original: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
+        folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
+        for folder in folders:
+            if "://" not in folder and not os.path.isdir(folder):
+                raise missing_data_folder(folder)
+        try:
+            return original(cfg, **kwargs)
+        except FileNotFoundError as error:
+            raise SurfaceFusionError(
+                f"data folder {folders[0]} has no {os.path.basename(str(error.filename))}; give the folder "
+                "that fairseq-preprocess wrote, and its languages"
+            ) from error
+
+    def load(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        if os.path.isfile(path + ".bin") and os.path.getsize(path + ".bin") == 0:
+            raise SurfaceFusionError(
+                f"data file {path}.bin holds no sentence; preprocess a text that is not empty"
+            )
+        return original(path, *args, **kwargs)
+
+    _wrap(tasks, "setup_task", setup)
+    _wrap(data_utils, "load_indexed_dataset", load)
+
+
+def missing_data_folder(folder: str) -> SurfaceFusionError:
+    """The error for a data folder that is not there."""
+    return SurfaceFusionError(
+        f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
+    )
+
+
+def keep_last_batch() -> None:
+    """Batch every sentence (fs 5036): ``batch_by_size`` drops a last batch that is no multiple of 8."""
+
+    def batch(original: Callable[..., Any], indices: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(indices, np.ndarray):
+            indices = np.fromiter(indices, dtype=np.int64, count=-1)
+        if len(indices) == 0:
+            return []  # fairseq looks for a last batch and fails
+        batches = list(original(indices, *args, **kwargs))
+        kept = sum(len(b) for b in batches)
+        if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+            batches.append(indices[kept:])
+        return batches
+
+    _wrap(data_utils, "batch_by_size", batch)
+
+
+def skip_overlong_sentences() -> None:
+    """Skip and count what is longer than the model's positions (fs 1853, 2998, 2650).
+
+    fairseq does so in training, but ends a validation or a generation at the first such sentence.
+    """
+
+    def keep_short(
+        original: Callable[..., Any],
+        self: Any,
+        indices: Any,
+        dataset: Any,
+        max_positions: Any = None,
+        ignore_invalid_inputs: bool = False,
+    ) -> Any:
+        kept = original(self, indices, dataset, max_positions, ignore_invalid_inputs=True)
+        if len(kept) == 0 and getattr(dataset, "tgt", None) is not None:
+            raise SurfaceFusionError(
+                f"none of the {len(indices)} sentence pairs fits the model's positions {max_positions}; "
+                "raise --max-source-positions and --max-target-positions or split the text"
+            )
+        return kept
+
+    _wrap(FairseqTask, "filter_indices_by_size", keep_short)
+
+
+def mend_diverse_beam() -> None:
+    """Let ``--diverse-beam-groups`` work on any batch: fairseq takes sentence ids for row numbers."""
+
+    def step(
+        original: Callable[..., Any],
+        self: Any,
+        step: int,
+        lprobs: Any,
+        scores: Any,
+        prev_output_tokens: Any = None,
+        original_batch_idxs: Any = None,
+    ) -> Any:
+        if original_batch_idxs is not None:
+            if step == 0:
+                self.batch_ids = original_batch_idxs
+            original_batch_idxs = original_batch_idxs[:, None].eq(self.batch_ids[None, :]).int().argmax(dim=1)
+        return original(self, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+    _wrap(search.DiverseBeamSearch, "step", step)
+
+
+def allow_second_copy() -> None:
+    """Take ``--user-dir`` for what it is when this package is imported already (fs 2081).
+
+    Installed with pip and given as a folder as well, the same version is loaded once; another
+    version is refused.
+    """
+
+    def import_user_module(original: Callable[..., Any], args: Any) -> Any:
+        path = getattr(args, "user_dir", None)
+        here = os.path.dirname(os.path.realpath(__file__))
+        folder = os.path.realpath(path) if path else here
+        if folder == here or os.path.basename(folder) != os.path.basename(here):
+            same = path and folder == here and os.path.basename(os.path.abspath(path)) == "surface_fusion"
+            return None if same else original(args)
+        theirs, ours = (_version(os.path.join(f, "version.py")) for f in (folder, here))
+        if theirs != ours:
+            raise SurfaceFusionError(
+                f"--user-dir {path} is surface-fusion {theirs}, but {ours} is imported already from {here}; "
+                "uninstall that or leave --user-dir out"
+            )
+        logger.warning(
+            f"--user-dir {path}: surface-fusion {ours} is imported already, from {here}; using that"
+        )
+        return None
+
+    _wrap(utils, "import_user_module", import_user_module)
+
+
+def _version(path: str) -> str:
+    """The version that a copy of this package gives itself, without importing it."""
+    if not os.path.isfile(path):
+        return "of an unknown version"
+    with open(path, encoding="utf-8") as file:
+        found = re.search(r'__version__ = "(.+)"', file.read())
+    return found[1] if found else "of an unknown version"
+
+
+def quiet_deprecations() -> None:
+    """Hide hydra's and torch's deprecations that fairseq runs into at every start: no user can act on them."""
+    for message, module in (
+        (r"(?s).*no longer experimental", r"hydra\."),
+        (r"(?s).*version_base parameter", r"hydra\."),
+        (r"(?s).*deprecated keyword in package header", r"hydra\."),
+        (r"(?s).*strict flag in the compose API", r"hydra\."),
+        (r"(?s).*is validated against ConfigStore schema", ""),
+        (r"(?s).*torch\.cuda\.amp\.autocast", r"fairseq\."),
+        (r"(?s).*torch\.cuda\.amp\.GradScaler", r"fairseq\."),
+        (r"(?s).*mismatched key_padding_mask and attn_mask", r"torch\."),
+        (r"(?s).*'pin_memory' argument is set as true but no accelerator", r"torch\."),
+    ):
+        warnings.filterwarnings("ignore", message=message, module=module)
+
+
+@functools.cache
 def apply() -> None:
-    pass
+    """Apply everything above, once a process."""
+    quiet_deprecations()
+    allow_checkpoint_classes()
+    explain_bad_checkpoints()
+    explain_missing_data()
+    keep_last_batch()
+    skip_overlong_sentences()
+    mend_diverse_beam()
+    allow_second_copy()

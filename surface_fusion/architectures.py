@@ -7,12 +7,16 @@ from fairseq.models import register_model_architecture
 from fairseq.models.transformer import transformer_legacy as plain
 
 from surface_fusion.command_line import settle_command_line
-from surface_fusion.config import fill_defaults
+from surface_fusion.config import fill_defaults, flatten_sections
 from surface_fusion.model import MODEL_NAME
 
 
-def _published_dropout(args: Any) -> None:
-    """The published code drops attention weights at 0.1 by default; a plain Transformer keeps fairseq's 0."""
+def _prepare(args: Any) -> None:
+    """What comes before any architecture's sizes.
+
+    The published code drops attention weights at 0.1 by default; a plain Transformer keeps fairseq's 0.
+    """
+    flatten_sections(args)
     if getattr(args, "surfacefusion", None) is not None:
         args.attention_dropout = getattr(args, "attention_dropout", 0.1)
 
@@ -20,7 +24,7 @@ def _published_dropout(args: Any) -> None:
 @register_model_architecture(MODEL_NAME, MODEL_NAME)
 def base_architecture(args: Any) -> None:
     """6+6 layers, 512/2048, 8 heads: the paper's base model."""
-    _published_dropout(args)
+    _prepare(args)
     plain.base_architecture(args)
     fill_defaults(args)
     settle_command_line(args)
@@ -29,6 +33,7 @@ def base_architecture(args: Any) -> None:
 @register_model_architecture(MODEL_NAME, f"{MODEL_NAME}_tiny")
 def tiny(args: Any) -> None:
     """4+4 layers, 128/256, 4 heads: the size used on Multi30k."""
+    _prepare(args)
     sizes = {"embed_dim": 128, "ffn_embed_dim": 256, "layers": 4, "attention_heads": 4}
     for stack in ("encoder", "decoder"):
         for name, size in sizes.items():
@@ -40,7 +45,7 @@ def _sized_like(plain_architecture: Callable[[Any], None]) -> Callable[[Any], No
     """The architecture of ours with the sizes of one of fairseq's Transformers."""
 
     def architecture(args: Any) -> None:
-        _published_dropout(args)
+        _prepare(args)
         plain_architecture(args)
         base_architecture(args)
 

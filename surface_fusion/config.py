@@ -5,12 +5,14 @@ and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_n
 """
 
 import argparse
+import difflib
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
+from omegaconf import DictConfig
 
 from surface_fusion.distributions import MODES, Mode
 from surface_fusion.errors import SurfaceFusionError
@@ -18,6 +20,9 @@ from surface_fusion.errors import SurfaceFusionError
 SOURCES = ("att", "mean", "max")
 SurfaceSource = ChoiceEnum(list(SOURCES))  # type: ignore[no-untyped-call]
 FusionMode = ChoiceEnum(list(MODES))  # type: ignore[no-untyped-call]
+
+SECTIONS = ("encoder", "decoder", "quant_noise")
+"""Nested configurations of fairseq's Transformer; ``--encoder-layers`` is ``encoder.layers``."""
 
 # Published flags of models that this version cannot build: (attribute, value that asks for it).
 NOT_SUPPORTED_YET = (
@@ -116,7 +121,7 @@ class SurfaceFusionConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         # fairseq's defaults of the nested sections are the classes: a change would be everybody's.
-        for section in ("encoder", "decoder", "quant_noise"):
+        for section in SECTIONS:
             if isinstance(getattr(self, section), type):
                 setattr(self, section, getattr(self, section)())
 
@@ -148,10 +153,26 @@ class SurfaceFusionConfig(TransformerConfig):
         Raises:
             SurfaceFusionError: a value that no model can be built with; the text says what to change.
         """
+        if isinstance(args, DictConfig):
+            cls._check_keys(args)
         cfg: SurfaceFusionConfig = super().from_namespace(args)
         cfg.decoder.output_dim = int(cfg.decoder.output_dim)  # the command line leaves it a string
         cfg.check()
         return cfg
+
+    @classmethod
+    def _check_keys(cls, yaml: DictConfig) -> None:
+        """A misspelt flag stops the command line; a misspelt YAML key is as bad."""
+        known = {"_name", *SECTIONS, *(f.name for f in fields(cls))}
+        for section in SECTIONS:
+            known |= {f"{section}_{f.name}" for f in fields(getattr(cls(), section))}
+        for key in map(str, yaml):
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise SurfaceFusionError(
+                    f"model.{key} in the YAML config is not an option of this model; "
+                    + (f"did you mean {near[0]}?" if near else "take it out")
+                )
 
     def check(self) -> None:
         """Raise :class:`SurfaceFusionError` on the first value that no model can be built with."""
@@ -209,9 +230,10 @@ class SurfaceFusionConfig(TransformerConfig):
                     f"{dim}; choose a number of heads that does"
                 )
             layers = self.decoder.layers
-            if self.sf_idx is not None and not -layers <= self.sf_idx < layers:
+            idx = -1 if self.sf_idx is None else self.sf_idx
+            if not -layers <= idx < layers:
                 raise SurfaceFusionError(
-                    f"--sf-idx {self.sf_idx} is out of range for {layers} decoder layers; give a value from "
+                    f"--sf-idx {idx} is out of range for {layers} decoder layers; give a value from "
                     f"{-layers} to {layers - 1}"
                 )
         elif self.encoder.embed_dim != self.decoder.output_dim:
@@ -220,6 +242,14 @@ class SurfaceFusionConfig(TransformerConfig):
                 f"({self.encoder.embed_dim}) to equal --decoder-output-dim "
                 f"({self.decoder.output_dim}); use att or equal sizes"
             )
+
+
+def flatten_sections(args: Any) -> None:
+    """Make ``encoder: {layers: 3}`` of a YAML config ``encoder_layers``, which architectures read."""
+    if isinstance(args, DictConfig):
+        for section in SECTIONS:
+            for name, value in (args.pop(section, None) or {}).items():
+                args[f"{section}_{name}"] = value
 
 
 def fill_defaults(args: Any) -> None:

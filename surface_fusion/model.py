@@ -10,6 +10,7 @@ from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
 
@@ -34,6 +35,7 @@ class SurfaceFusionModel(TransformerModelBase):
         Raises:
             SurfaceFusionError: a flag has a value that no model can be built with.
         """
+        settle_pruning(cfg)
         return super().build_model(SurfaceFusionConfig.from_namespace(cfg), task)
 
     @classmethod

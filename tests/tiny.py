@@ -31,7 +31,7 @@ DICTIONARIES = tempfile.TemporaryDirectory(prefix="surface_fusion_test_")
 def data_folder(n_src: int = VOCAB, n_tgt: int = VOCAB) -> str:
     """A data folder with nothing but two dictionaries of these sizes (special symbols included)."""
     folder = Path(DICTIONARIES.name, f"{n_src}_{n_tgt}")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for language, entries in (("en", n_src), ("ro", n_tgt)):
         words = (f"w{i} {entries - i}\n" for i in range(FIRST_WORD, entries))
         (folder / f"dict.{language}.txt").write_text("".join(words))

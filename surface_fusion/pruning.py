@@ -1,0 +1,51 @@
+"""Loading a model trained with LayerDrop with fewer layers (``--encoder-layers-to-keep``, ``--decoder-...``).
+
+fairseq drops the other layers' parameters when it loads a checkpoint (Fan et al., 2019,
+https://arxiv.org/abs/1909.11556); what is left to do is to let the configuration follow.
+"""
+
+from typing import Any
+
+from surface_fusion.errors import SurfaceFusionError
+
+
+def settle_pruning(args: Any) -> None:
+    """Make the layers to keep decide the depths of *args*, in place; idempotent.
+
+    ``sf_idx`` goes on meaning the same stream, the one after the last kept layer up to it.
+
+    Raises:
+        SurfaceFusionError: a layer to keep does not exist, or one that another flag needs is not kept.
+    """
+    keeps: dict[str, Any] = {
+        stack: getattr(args, f"{stack}_layers_to_keep", None) for stack in ("encoder", "decoder")
+    }
+    if not any(keeps.values()):
+        return
+    for stack, keep in keeps.items():
+        layers = getattr(args, f"{stack}_layers")
+        if not keep:
+            keep = range(layers)  # fairseq would drop the whole stack that is not mentioned
+        keep = keeps[stack] = sorted({int(i) for i in (keep.split(",") if isinstance(keep, str) else keep)})
+        setattr(args, f"{stack}_layers_to_keep", ",".join(map(str, keep)))  # fairseq's loading splits it
+        if len(keep) == layers:
+            continue  # all of them, or settled before
+        if keep[0] < 0 or keep[-1] >= layers:
+            raise SurfaceFusionError(
+                f"--{stack}-layers-to-keep {keep} names a layer that is not there; "
+                f"choose from 0 to {layers - 1}"
+            )
+        setattr(args, f"{stack}_layers", len(keep))
+        if stack == "decoder" and args.sf_idx in range(-layers, layers):
+            idx = range(layers)[args.sf_idx]
+            if keep[0] > idx:
+                raise SurfaceFusionError(
+                    f"--decoder-layers-to-keep {keep} keeps no layer up to --sf-idx {idx}, from which the "
+                    "surface attention takes its query; keep one"
+                )
+            args.sf_idx = sum(i <= idx for i in keep) - 1
+    if args.layer_wise_attention and keeps["encoder"][: len(keeps["decoder"])] != keeps["decoder"]:
+        raise SurfaceFusionError(
+            f"--layer-wise-attention pairs the layers, but --encoder-layers-to-keep {keeps['encoder']} and "
+            f"--decoder-layers-to-keep {keeps['decoder']} differ; keep the same in both"
+        )

@@ -1,0 +1,66 @@
+"""Sizes of the named architectures."""
+
+import pytest
+import torch
+from fairseq.models import ARCH_MODEL_REGISTRY
+from tiny import ARCH, parse
+
+from surface_fusion.model import SurfaceFusionModel
+
+# Layers of either stack, width, inner width, heads, dropout, attention dropout without and with fusion.
+SIZES = {
+    "": (6, 512, 2048, 8, 0.1, 0.0, 0.1),
+    "_tiny": (4, 128, 256, 4, 0.1, 0.0, 0.1),
+    "_iwslt_de_en": (6, 512, 1024, 4, 0.1, 0.0, 0.1),
+    "_wmt_en_de_big": (6, 1024, 4096, 16, 0.3, 0.1, 0.1),
+    "_vaswani_wmt_en_de_big": (6, 1024, 4096, 16, 0.3, 0.0, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_sizes(name: str, fused: bool) -> None:
+    layers, dim, ffn, heads, dropout, plain_attention, fused_attention = SIZES[name]
+    args = parse(*(("--surfacefusion", "att") if fused else ()), arch=ARCH + name)
+    for stack in ("encoder", "decoder"):
+        assert getattr(args, f"{stack}_layers") == layers
+        assert getattr(args, f"{stack}_embed_dim") == dim
+        assert getattr(args, f"{stack}_ffn_embed_dim") == ffn
+        assert getattr(args, f"{stack}_attention_heads") == heads
+        assert getattr(args, f"{stack}_normalize_before") is False
+    assert args.decoder_output_dim == args.decoder_input_dim == dim
+    assert args.dropout == dropout
+    assert args.attention_dropout == (fused_attention if fused else plain_attention)
+    assert args.sf_ffn is True and args.sf_no_posedemb is True
+
+
+@pytest.mark.parametrize("name", ["", "_iwslt_de_en", "_wmt_en_de_big", "_vaswani_wmt_en_de_big"])
+def test_without_fusion_every_setting_is_that_of_fairseq(name: str) -> None:
+    ours, theirs = parse(arch=ARCH + name), parse(arch="transformer" + name)
+    different = {k for k, v in vars(theirs).items() if k != "arch" and getattr(ours, k, None) != v}
+    assert not different
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_flags_win_over_the_architecture(name: str) -> None:
+    flags = ("--encoder-layers", "2", "--decoder-ffn-embed-dim", "64", "--dropout", "0.25")
+    args = parse(*flags, "--surfacefusion", "att", "--attention-dropout", "0", arch=ARCH + name)
+    assert (args.encoder_layers, args.decoder_ffn_embed_dim, args.dropout) == (2, 64, 0.25)
+    assert args.attention_dropout == 0
+
+
+def test_all_are_registered_to_one_model() -> None:
+    ours = {name for name, model in ARCH_MODEL_REGISTRY.items() if model is SurfaceFusionModel}
+    assert ours == {ARCH + name for name in SIZES}
+
+
+def test_the_decoder_follows_the_encoder_as_in_fairseq() -> None:
+    args = parse("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "96", "--surfacefusion", "att")
+    assert (args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_output_dim) == (64, 96, 64)
+
+
+def test_parsing_draws_no_random_numbers() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    parse("--surfacefusion", "att")
+    assert torch.equal(torch.get_rng_state(), before)

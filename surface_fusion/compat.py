@@ -15,7 +15,6 @@ import pickle
 import re
 import sys
 import typing
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from fairseq.models.transformer import transformer_config
 from fairseq.tasks import FairseqTask
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.quiet import silence_harmless_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ def explain_bad_checkpoints() -> None:
                     f"{TRUST_VARIABLE}=1 (fairseq commands)"
                 ) from error
             raise SurfaceFusionError(
-                f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a file "
-                "that fairseq-train wrote"
+                f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a "
+                "file that fairseq-train wrote"
             ) from error
 
     def upgrade(original: Callable[..., Any], state: Any) -> Any:
@@ -244,26 +244,10 @@ def _version(path: str) -> str:
     return found[1] if found else "of an unknown version"
 
 
-def quiet_deprecations() -> None:
-    """Hide hydra's and torch's deprecations that fairseq runs into at every start: no user can act on them."""
-    for message, module in (
-        (r"(?s).*no longer experimental", r"hydra\."),
-        (r"(?s).*version_base parameter", r"hydra\."),
-        (r"(?s).*deprecated keyword in package header", r"hydra\."),
-        (r"(?s).*strict flag in the compose API", r"hydra\."),
-        (r"(?s).*is validated against ConfigStore schema", ""),
-        (r"(?s).*torch\.cuda\.amp\.autocast", r"fairseq\."),
-        (r"(?s).*torch\.cuda\.amp\.GradScaler", r"fairseq\."),
-        (r"(?s).*mismatched key_padding_mask and attn_mask", r"torch\."),
-        (r"(?s).*'pin_memory' argument is set as true but no accelerator", r"torch\."),
-    ):
-        warnings.filterwarnings("ignore", message=message, module=module)
-
-
 @functools.cache
 def apply() -> None:
     """Apply everything above, once a process."""
-    quiet_deprecations()
+    silence_harmless_warnings()
     allow_checkpoint_classes()
     explain_bad_checkpoints()
     explain_missing_data()

@@ -8,7 +8,6 @@ from fairseq import checkpoint_utils
 
 from surface_fusion import averaging
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
-from surface_fusion.cli.quiet import silence_harmless_warnings
 from surface_fusion.cli.user_errors import OneLineParser
 
 SUMMARY = "average the parameters of checkpoints into one"
@@ -49,7 +48,6 @@ def run(argv: Sequence[str]) -> None:
         paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
-    silence_harmless_warnings()
     with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
         state = averaging.average_checkpoints(paths)
     checkpoint_utils.torch_persistent_save(state, args.output)

@@ -203,7 +203,6 @@ def _main_in_any_process(
 
 
 def _set_up(verb: str, show_config: bool) -> None:
-    quiet.silence_harmless_warnings()
     quiet.set_up_logging(verb, FAIRSEQ_VERBS[verb].log_to, show_config)
 
 

@@ -12,7 +12,6 @@ from fairseq import checkpoint_utils
 
 from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
-from surface_fusion.cli.quiet import silence_harmless_warnings
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.model import MODEL_NAME
@@ -36,7 +35,6 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust_flag(parser)
     args = parser.parse_args(argv)
-    silence_harmless_warnings()
     if args.checkpoint is None:
         facts = versions()
     else:

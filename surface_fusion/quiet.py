@@ -1,0 +1,30 @@
+"""Warnings that fairseq runs into at every start and that no user can act on."""
+
+import sys
+import warnings
+
+# (start of the message, module that warns, category), each with what would have to change.
+HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
+    # fairseq calls hydra by the names of hydra 1.0.
+    (r"hydra\.experimental\.", r"hydra\.", UserWarning),
+    (r"\s*The version_base parameter is not specified", r"hydra\.", UserWarning),
+    (r"\s*The strict flag in the compose API is deprecated", r"hydra\.", UserWarning),
+    (r"In 'config': Usage of deprecated keyword in package header", r"hydra\.", UserWarning),
+    (r"\s*'config' is validated against ConfigStore schema", "", UserWarning),
+    # fairseq calls torch by the names of torch 1.
+    (r"`torch\.cuda\.amp\.", r"fairseq\.", FutureWarning),
+    # fairseq's self-attention in the decoder: a float causal mask with a bool padding mask.
+    (r"Support for mismatched key_padding_mask and attn_mask is deprecated", r"torch\.nn\.", UserWarning),
+    # fairseq pins memory whether or not there is a GPU.
+    (r"'pin_memory' argument is set as true but no accelerator is found", r"torch\.utils\.data", UserWarning),
+    # --trust-checkpoint asked for it.
+    (r"Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected", r"fairseq\.", UserWarning),
+)
+
+
+def silence_harmless_warnings() -> None:
+    """Ignore the warnings above, each by its text; ``-W`` and PYTHONWARNINGS show them again."""
+    if sys.warnoptions:
+        return
+    for message, module, category in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)

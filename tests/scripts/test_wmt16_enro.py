@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fairseq.data import Dictionary, data_utils
+from published_commands import GENERATE, TRAIN, flags
 from sacrebleu.metrics.bleu import BLEU
 
 CLONE = Path(__file__).parents[2]
@@ -22,20 +23,6 @@ SCRIPTS = CLONE / "scripts/wmt16_enro"
 DIRECTIONS = ("en-ro", "ro-en")
 MEMBERS = {"train": "train/corpus.bpe", "valid": "dev/dev.bpe", "test": "test/test.bpe"}
 PAIRS = {"train": 60, "valid": 20, "test": 20}  # the latter two are the first of the training pairs
-
-# The commands of the authors' repository, from its README.
-PUBLISHED_TRAIN = """
-    --arch transformer_surface_fusion --share-all-embeddings \
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
-    --lr-scheduler inverse_sqrt --warmup-init-lr 1e-07 --warmup-updates 4000 \
-    --lr 0.0005 --min-lr 1e-09 \
-    --dropout 0.3  --weight-decay 0.0 \
-    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
-    --save-dir $OUTPUT --seed 333 --ddp-backend=no_c10d --fp16 \
-    --max-tokens 2048 --update-freq 1 --max-update 60000 --keep-last-epochs 1 \
-    --surfacefusion att --sf-gate 0.8 --sf-mode hard
-"""
-PUBLISHED_GENERATE = "--path $OUTPUT/checkpoint_best.pt --beam 4 --lenpen 1.0 --remove-bpe"
 
 # Small enough for a CPU, and bent on learning the training set by heart.
 TINY = shlex.split(
@@ -205,7 +192,7 @@ class TestCommands:
     def test_training_is_the_published_command_on_any_number_of_gpus(self, gpus: int, tmp_path: Path) -> None:
         machine = Recorded(tmp_path, gpus)
         command = machine.command("train.sh")
-        published = shlex.split(PUBLISHED_TRAIN.replace("$OUTPUT", str(machine.out / "checkpoints/en-ro")))
+        published = flags(TRAIN, machine.out / "checkpoints/en-ro")
         published[published.index("--update-freq") + 1] = str(8 // gpus)
         at = published.index("--fp16") + 1
         published[at:at] = ["--distributed-world-size", str(gpus)]
@@ -253,7 +240,7 @@ class TestCommands:
         machine = Recorded(tmp_path, 1)
         command = machine.command("evaluate.sh")
         data = [str(machine.out / "data-bin"), "--source-lang", "en", "--target-lang", "ro"]
-        published = PUBLISHED_GENERATE.replace("$OUTPUT", str(machine.out / "checkpoints/en-ro")).split()
+        published = flags(GENERATE, machine.out / "checkpoints/en-ro")
         assert command == ["generate", *data, *published]
 
     @pytest.mark.parametrize("script", ["train.sh", "evaluate.sh"])

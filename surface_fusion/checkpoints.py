@@ -5,8 +5,9 @@ not. A checkpoint of a plain Transformer has none of the fusion's parameters.
 """
 
 import logging
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
 
@@ -29,7 +30,7 @@ ENCODER_FUSION_PARAMETERS = (
 )
 
 
-def adapt_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
+def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     """Make *state_dict* fit *model*, in place, as far as that is honest.
 
     * parameters that the published code allocated and never used are dropped, with one log line;
@@ -49,7 +50,12 @@ def adapt_state_dict(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     had_fusion = any(name.startswith(FUSION_PARAMETERS) for name in state_dict)
     for name in unused:
         del state_dict[name]
-    if unused:
+    if unused and model.cfg.surfacefusion is None:
+        logger.warning(
+            f"dropped {len(unused)} parameters of surface fusion ({', '.join(unused)}): this model is a "
+            "plain Transformer; if that is not meant, give the flags that the checkpoint was trained with"
+        )
+    elif unused:
         logger.info(
             f"dropped {len(unused)} parameters that the published code allocated but this model never uses "
             f"({', '.join(unused)}); to go on training from this checkpoint, add --reset-optimizer"

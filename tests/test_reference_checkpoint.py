@@ -51,8 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def state() -> dict[str, Any]:
     """The checkpoint as a dictionary, to be changed by a test."""
-    with torch.serialization.safe_globals([Namespace]):
-        return torch.load(REFERENCE / "checkpoint_best.pt")
+    return torch.load(REFERENCE / "checkpoint_best.pt")
 
 
 def lines(text: str, kind: str) -> dict[int, list[list[str]]]:

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Sets everything up, trains English-Romanian with surface fusion on the sample in this repo, translates its
+# test set, scores the translation and draws the learning curve. On 2 CPU cores: minutes, see the README.
+#
+#   scripts/demo.sh            the whole thing, into runs/demo
+#   scripts/demo.sh --quick    a few updates of everything, into runs/demo-quick: does it work here at all?
+#
+# Run again, it goes on where it stopped; delete the folder in runs/ to start over. Flags after the first
+# are handed to the training (for example --cpu, --seed 2).
+set -euo pipefail
+
+scripts=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(dirname "$scripts")
+name=demo
+updates=1240
+warmup=124
+interval=31
+if [[ ${1:-} == --quick ]]; then
+    shift
+    name=demo-quick
+    updates=20
+    warmup=10
+    interval=5
+fi
+run=$root/runs/$name
+data=$scripts/demo/data
+
+venv=$("$scripts/setup.sh" plot)
+export PATH=$venv/bin:$PATH
+mkdir -p "$run"
+
+step() { printf '\n== %s\n' "$*"; }
+
+if [[ ! -d $run/data-bin ]]; then
+    step "Cutting the text into 4,000 joint sentencepiece units and binarising it"
+    python "$scripts/demo/segment.py" "$data" "$run/pieces" --langs en ro --vocab-size 4000
+    rm -rf "$run/data-bin.new"
+    surface-fusion preprocess -s en -t ro --joined-dictionary --trainpref "$run/pieces/train" \
+        --validpref "$run/pieces/valid" --testpref "$run/pieces/test" --destdir "$run/data-bin.new" >"$run/preprocess.log" 2>&1 ||
+        { tail -n 20 "$run/preprocess.log" >&2; exit 1; }
+    mv "$run/data-bin.new" "$run/data-bin"
+fi
+
+step "Training: 3+3 layers, 192/768, hard surface fusion (gate 0.8, renormalised), $updates updates"
+surface-fusion train "$run/data-bin" -s en -t ro -a transformer_surface_fusion \
+    --encoder-layers 3 --encoder-embed-dim 192 --encoder-ffn-embed-dim 768 --encoder-attention-heads 4 \
+    --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \
+    --encoder-normalize-before --decoder-normalize-before --share-all-embeddings \
+    --surfacefusion att --sf-mode hard --sf-gate 0.8 --sf-renormalize \
+    --dropout 0.1 --attention-dropout 0 --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
+    --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
+    --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
+    --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
+    --no-epoch-checkpoints --save-dir "$run/checkpoints" \
+    --log-format json --log-interval $interval --no-progress-bar "$@" | tee -a "$run/train.log"
+
+step "Translating the test set, beam 4"
+surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_best.pt" \
+    --beam 4 --lenpen 1.0 --max-tokens 4000 --remove-bpe sentencepiece >"$run/generate.txt.new"
+mv "$run/generate.txt.new" "$run/generate.txt"
+grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
+paste "$data/test.en" "$run/test.hyp.ro" | head -n 5 | sed 's/\t/\n    /'
+
+step "Scores against $data/test.ro"
+surface-fusion score --hyp "$run/test.hyp.ro" --ref "$data/test.ro" --romanian | tee "$run/scores.txt"
+
+step "Learning curve"
+python "$scripts/demo/plot_curve.py" "$run/train.log" -o "$run/learning_curve.png"
+printf 'picture:      %s\nmodel:        %s\ntranslations: %s\n' \
+    "$run/learning_curve.png" "$run/checkpoints/checkpoint_best.pt" "$run/test.hyp.ro"

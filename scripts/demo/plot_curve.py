@@ -1,0 +1,65 @@
+"""Draw the learning curve of one or more trainings from fairseq's JSON logs.
+
+    python plot_curve.py LOG [LOG ...] -o CURVE.png
+
+LOG is what ``fairseq-train --log-format json`` printed; a resumed training appends to it.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def read(log: Path, subset: str) -> list[tuple[int, float]]:
+    """(update, loss in nats a token) of *subset* (``train_inner`` or ``valid``), a later line replacing an earlier.
+
+    fairseq logs losses in bits.
+    """
+    curve = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        start = line.find("{")
+        if f"| {subset} | {{" not in line or start < 0:
+            continue
+        stats = json.loads(line[start:])
+        prefix = "valid_" if subset == "valid" else ""
+        update = int(stats.get(f"{prefix}num_updates", stats.get("num_updates", 0)))
+        curve[update] = float(stats[f"{prefix}nll_loss"]) * 0.6931471805599453
+    return sorted(curve.items())
+
+
+def draw(logs: list[Path], out: Path) -> None:
+    """Write the picture to *out* (PNG or SVG by its name)."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for i, log in enumerate(logs):
+        name = f"{log.parent.name}: " if len(logs) > 1 else ""
+        for subset, label, style in (("train_inner", "training", ":"), ("valid", "validation", "o-")):
+            points = read(log, subset)
+            if points:
+                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=name + label)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("negative log-likelihood (nats per token)")
+    axes.set_title("Learning curve")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    beside = out.with_name(f"new-{out.name}")
+    figure.savefig(beside, dpi=120)
+    os.replace(beside, out)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", type=Path)
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    args = parser.parse_args()
+    draw(args.logs, args.out)
+
+
+if __name__ == "__main__":
+    main()

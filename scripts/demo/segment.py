@@ -1,0 +1,66 @@
+"""Learn a joint sentencepiece model and cut a parallel corpus into its pieces.
+
+    python segment.py DATA OUT --langs en ro --vocab-size 4000
+
+Reads DATA/{train,valid,test}.LANG (plain text), writes OUT/spm.model and OUT/{train,valid,test}.LANG.
+The same text gives the same files.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import sentencepiece
+
+SPLITS = ("train", "valid", "test")
+
+
+def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.SentencePieceProcessor:
+    """Train a unigram model without special symbols (fairseq's dictionary has its own)."""
+    beside = model.with_suffix(".new")
+    sentencepiece.SentencePieceTrainer.train(
+        input=[str(text) for text in texts],
+        model_prefix=str(beside),
+        vocab_size=vocab_size,
+        character_coverage=1.0,
+        unk_id=0,
+        bos_id=-1,
+        eos_id=-1,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=2,
+    )
+    os.replace(f"{beside}.model", model)
+    os.remove(f"{beside}.vocab")
+    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
+def encode(processor: sentencepiece.SentencePieceProcessor, text: Path, out: Path) -> None:
+    """Write *text* in pieces to *out*, line by line."""
+    lines = text.read_text(encoding="utf-8").splitlines()
+    beside = out.with_name(out.name + ".new")
+    beside.write_text(
+        "".join(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str)),
+        encoding="utf-8",
+    )
+    os.replace(beside, out)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--langs", nargs=2, default=("en", "ro"))
+    parser.add_argument("--vocab-size", type=int, default=4000)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train = [args.data / f"train.{lang}" for lang in args.langs]
+    processor = learn(train, args.out / "spm.model", args.vocab_size)
+    for split in SPLITS:
+        for lang in args.langs:
+            encode(processor, args.data / f"{split}.{lang}", args.out / f"{split}.{lang}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,10 @@ Importing the package registers the models and mends what fairseq needs on today
 torch (``compat.py``).
 """
 
-from surface_fusion import compat
+from surface_fusion.quiet import root_logger_left_alone
+
+with root_logger_left_alone():
+    from surface_fusion import compat
 
 compat.apply()
 

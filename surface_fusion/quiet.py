@@ -1,7 +1,10 @@
-"""Warnings that fairseq runs into at every start and that no user can act on."""
+"""Noise that fairseq makes at every start and that no user can act on."""
 
+import contextlib
+import logging
 import sys
 import warnings
+from collections.abc import Iterator
 
 # (start of the message, module that warns, category), each with what would have to change.
 HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
@@ -20,6 +23,18 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
     # --trust-checkpoint asked for it.
     (r"Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected", r"fairseq\.", UserWarning),
 )
+
+
+@contextlib.contextmanager
+def root_logger_left_alone() -> Iterator[None]:
+    """Import fairseq without its configuring the root logger, as two of its tasks do, to log everything."""
+    # logging.basicConfig does nothing where there is a handler.
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 def silence_harmless_warnings() -> None:

@@ -16,7 +16,9 @@ from fairseq import checkpoint_utils, options, utils
 from fairseq.distributed import utils as distributed_utils
 
 import surface_fusion
-from surface_fusion.cli import quiet, user_errors
+from surface_fusion.cli import user_errors
+from surface_fusion.cli.log import set_up_logging
+from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 
@@ -31,7 +33,7 @@ class FairseqVerb:
         parser: the function in ``fairseq.options`` that builds its parser.
         log_to: ``stdout`` where the log is the result, ``stderr`` where stdout carries translations.
         loads_checkpoint: whether ``--trust-checkpoint`` means anything.
-        defaults: flags that are added where the user gives none of their names.
+        defaults: flags that stand before the user's, of which the last counts.
     """
 
     summary: str
@@ -39,7 +41,7 @@ class FairseqVerb:
     parser: str
     log_to: str = "stderr"
     loads_checkpoint: bool = True
-    defaults: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[str, ...] = ()
 
 
 FAIRSEQ_VERBS = {
@@ -51,9 +53,10 @@ FAIRSEQ_VERBS = {
     ),
     "train": FairseqVerb(
         "train a model, or go on with a training",
-        f"DATA -a {MODEL_NAME} --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
+        "DATA [-a ARCH] --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
         "get_training_parser",
         log_to="stdout",
+        defaults=("-a", MODEL_NAME),
     ),
     "generate": FairseqVerb(
         "translate a binarised test set", "DATA --path CHECKPOINT [flags]", "get_generation_parser"
@@ -69,7 +72,7 @@ FAIRSEQ_VERBS = {
         "get_validation_parser",
         log_to="stdout",
         # fairseq's other commands have this default; without it fairseq-validate dies of KeyError: None.
-        defaults=(("--task", "translation"),),
+        defaults=("--task", "translation"),
     ),
 }
 
@@ -88,10 +91,8 @@ def run(verb: str, argv: Sequence[str]) -> None:
     ours.add_argument("-h", "--help", action="store_true")
     known, rest = ours.parse_known_args(argv)
     user_dir = _user_dir(known.user_dir)
-    for flag, value in spec.defaults:
-        if not any(arg == flag or arg.startswith(f"{flag}=") for arg in rest):
-            rest = [flag, value, *rest]
-    set_up = functools.partial(_set_up, verb, known.show_config)
+    rest = [*spec.defaults, *rest]
+    set_up = functools.partial(set_up_logging, verb, spec.log_to, known.show_config)
     with contextlib.ExitStack() as changes:
         changes.enter_context(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
         if known.help:
@@ -146,8 +147,6 @@ def _user_dir(given: str | None) -> str:
 def print_help(verb: str, argv: Sequence[str]) -> None:
     """fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
     spec = FAIRSEQ_VERBS[verb]
-    if verb == "train":
-        argv = ["-a", MODEL_NAME, *argv]  # the last one counts
     parser = getattr(options, spec.parser)()
     parser.usage = f"surface-fusion {verb} {spec.usage}"
     parser.description = f"{spec.summary}: fairseq-{verb} with surface-fusion loaded"
@@ -202,10 +201,6 @@ def _main_in_any_process(
         raise SurfaceFusionError(line) from None
 
 
-def _set_up(verb: str, show_config: bool) -> None:
-    quiet.set_up_logging(verb, FAIRSEQ_VERBS[verb].log_to, show_config)
-
-
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """*owner.name* is *value* for the time being."""
@@ -220,13 +215,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def trusted_checkpoints() -> Iterator[None]:
     """torch's own switch for full unpickling, for the time being; child processes inherit it."""
-    name = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    before = os.environ.get(TRUST_VARIABLE)
+    os.environ[TRUST_VARIABLE] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ[TRUST_VARIABLE]
         else:
-            os.environ[name] = before
+            os.environ[TRUST_VARIABLE] = before

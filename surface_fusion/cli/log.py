@@ -20,6 +20,11 @@ class ShortConfiguration(logging.Filter):
         return True
 
 
+def below_error(record: logging.LogRecord) -> bool:
+    """Whether *record* is no error."""
+    return record.levelno < logging.ERROR
+
+
 _SHORT_CONFIGURATION = ShortConfiguration()
 
 
@@ -39,5 +44,7 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     if verb == "interactive":  # which says there how it batches, four lines for every sentence
         logging.getLogger("fairseq.tasks.fairseq_task").setLevel(logging.WARNING)
+    # Errors of checkpoints are logged for plain fairseq, which may lose them; here they end the command.
+    logging.getLogger("surface_fusion.checkpoints").addFilter(below_error)
     fairseq_logger = logging.getLogger(f"fairseq_cli.{verb}")
     (fairseq_logger.removeFilter if show_config else fairseq_logger.addFilter)(_SHORT_CONFIGURATION)

@@ -16,7 +16,7 @@ from conftest import RunFairseq
 from fairseq import options
 from omegaconf import OmegaConf
 from published_commands import TRAIN
-from published_commands import flags as flags_in
+from published_commands import flags as published_flags
 
 from surface_fusion.config import SurfaceFusionConfig
 
@@ -30,6 +30,7 @@ Config = dict[str, dict[str, Any]]
 SHORT = {
     "common.cpu": True,
     "common.fp16": False,
+    "common.log_format": "simple",
     "common.log_interval": 1,
     "dataset.max_tokens": 300,
     "dataset.num_workers": 0,
@@ -96,7 +97,7 @@ def train(folder: Path, command: list[str]) -> Training:
 
 @pytest.fixture(scope="module")
 def data(run_fairseq: RunFairseq, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "bin"
+    folder = tmp_path_factory.mktemp("data") / "data-bin"
     text = CLONE / "tests/data/enro"
     prefixes = [f"--{split}pref={text / split}" for split in ("train", "valid")]
     run_fairseq("preprocess", "-s", "en", "-t", "ro", "--joined-dictionary", *prefixes, "--destdir", folder)
@@ -148,19 +149,29 @@ def test_same_configuration(trainings: tuple[Training, Training]) -> None:
     assert from_yaml == from_flags
 
 
+def parsed(flags: list[str]) -> dict[str, Any]:
+    """What fairseq-train reads from *flags*."""
+    args = vars(options.parse_args_and_arch(options.get_training_parser(), flags))
+    return {name: value for name, value in args.items() if name != "user_dir"}
+
+
 def test_wmt16_enro_is_the_published_command(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # --fp16 is refused without a GPU
     config = changed(read("wmt16_enro"), {"task.data": str(data), "checkpoint.save_dir": "checkpoints"})
-    ours, published = (
-        vars(options.parse_args_and_arch(options.get_training_parser(), flags))
-        for flags in (
-            as_flags(config),
-            [str(data), "--source-lang", "en", "--target-lang", "ro", *flags_in(TRAIN, Path("checkpoints"))],
-        )
-    )
-    assert ours.pop("user_dir") == "surface_fusion"
-    del published["user_dir"]
-    assert ours == published
+    published = published_flags(TRAIN, Path("checkpoints"))
+    assert parsed(as_flags(config)) == parsed([str(data), "-s", "en", "-t", "ro", *published])
+
+
+def test_demo_is_the_command_of_the_demo_script(data: Path) -> None:
+    script = (CLONE / "scripts/demo.sh").read_text(encoding="utf-8")
+    run = str(data.parent)
+    # The script's first values are those of the full demo, the next those of --quick.
+    numbers = [re.search(rf"^{name}=\d+$", script, re.M)[0] for name in ("updates", "warmup", "interval")]
+    command = re.search(r"^surface-fusion train (.*?)\|", script, re.M | re.S)[1]
+    quoted = "\n".join([f"run={run!r}", *numbers, f"printf '%s\\n' {command}"])
+    flags = subprocess.run(["bash", "-c", quoted], capture_output=True, text=True, check=True).stdout
+    place = {"task.data": str(data), "checkpoint.save_dir": f"{run}/checkpoints"}
+    assert parsed(as_flags(changed(read("demo"), place))) == parsed(flags.splitlines())
 
 
 def test_nothing_is_written_beside_the_checkpoints(trainings: tuple[Training, Training]) -> None:

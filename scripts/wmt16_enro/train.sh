@@ -54,13 +54,15 @@ fi
 if [ -z "$vanilla" ]; then
     model=(--surfacefusion att --sf-gate 0.8 --sf-mode hard)
 else
-    # The published code drops attention weights at 0.1 in every model; fairseq's Transformer would not.
+    # The default of the published code for every model; fairseq's is 0.
     model=(--attention-dropout 0.1)
 fi
 
 save=$out/checkpoints/$run
 mkdir -p "$save"
-"$python" -m surface_fusion train \
+exec > >(tee -a "$save/train.log") 2>&1
+# exec: a scheduler's signals reach the training itself.
+exec "$python" -m surface_fusion train \
     "$out/data-bin" --source-lang "$src" --target-lang "$tgt" \
     --arch transformer_surface_fusion --share-all-embeddings \
     --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
@@ -70,4 +72,4 @@ mkdir -p "$save"
     --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
     --save-dir "$save" --seed 333 --ddp-backend=no_c10d "${device[@]}" \
     --max-tokens 2048 --update-freq "$update_freq" --max-update 60000 --keep-last-epochs 1 \
-    "${model[@]}" "$@" 2>&1 | tee -a "$save/train.log"
+    "${model[@]}" "$@"

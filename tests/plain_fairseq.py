@@ -1,0 +1,107 @@
+"""Run in a process of its own, without surface-fusion: which of fairseq's troubles are still there?
+
+Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has to mend it.
+"""
+
+import argparse
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, search, tasks, utils
+from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.tasks import FairseqTask
+
+
+def fails(function, *args, error=Exception, **kwargs) -> bool:
+    """Whether the call raises *error*, and nothing else."""
+    try:
+        function(*args, **kwargs)
+    except error:
+        return True
+    return False
+
+
+def namespace_refused() -> bool:
+    file = io.BytesIO()
+    torch.save({"args": argparse.Namespace(lr=1)}, file)
+    file.seek(0)
+    return fails(torch.load, file)
+
+
+def last_batch_lost() -> bool:
+    batches = data_utils.batch_by_size(
+        np.arange(60),
+        num_tokens_fn=lambda i: 5,
+        num_tokens_vec=np.full(60, 5),
+        max_tokens=200,
+        required_batch_size_multiple=8,
+    )
+    return sum(map(len, batches)) < 60
+
+
+def overlong_sentence_is_fatal() -> bool:
+    words = Dictionary()
+    sizes = np.array([3, 50])
+    rows = [torch.full((n,), words.eos()) for n in sizes]
+    data = LanguagePairDataset(rows, sizes, words)
+    task = FairseqTask(argparse.Namespace())
+    return fails(task.filter_indices_by_size, np.arange(2), data, 10)
+
+
+def diverse_beam_fails() -> bool:
+    words = Dictionary()
+    step = search.DiverseBeamSearch(words, num_groups=2, diversity_strength=0.5)
+    lprobs = torch.rand(2, 2, 9).log_softmax(-1)
+    ids = torch.tensor([70, 90])
+    step.step(0, lprobs, None, None, ids)
+    return fails(step.step, 1, lprobs, torch.zeros(2, 2, 1), None, ids, error=IndexError)
+
+
+def second_copy_refused() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        for place in ("a", "b"):
+            package = Path(folder, place, "some_plugin")
+            package.mkdir(parents=True)
+            (package / "__init__.py").touch()
+        utils.import_user_module(argparse.Namespace(user_dir=f"{folder}/a/some_plugin"))
+        other = argparse.Namespace(user_dir=f"{folder}/b/some_plugin")
+        return fails(utils.import_user_module, other, error=ImportError)
+
+
+def foreign_checkpoint_unexplained() -> bool:
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        file.write(b"no checkpoint")
+        file.flush()
+        try:
+            checkpoint_utils.load_checkpoint_to_cpu(file.name)
+        except Exception as error:
+            return file.name not in str(error)
+    return False
+
+
+def missing_folder_unexplained() -> bool:
+    task = argparse.Namespace(_name="translation", data="/nowhere/at all", source_lang="en", target_lang="ro")
+    try:
+        tasks.setup_task(task)
+    except Exception as error:
+        return "does not exist" not in str(error)
+    return False
+
+
+if __name__ == "__main__":
+    assert "surface_fusion" not in sys.modules
+    troubles = [
+        namespace_refused,
+        last_batch_lost,
+        overlong_sentence_is_fatal,
+        diverse_beam_fails,
+        second_copy_refused,
+        foreign_checkpoint_unexplained,
+        missing_folder_unexplained,
+    ]
+    print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

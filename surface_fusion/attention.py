@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from fairseq.incremental_decoding_utils import FairseqIncrementalState
+from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 
@@ -22,7 +23,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         embed_dim: width C of the query and of the result.
         source_dim: width C' of key and value.
         num_heads: must divide *embed_dim*.
-        dropout: probability of dropping an attention weight in training.
+        dropout: probability of dropping an attention weight, in training (or with ``--retain-dropout``).
     """
 
     get_incremental_state: Any  # fairseq's, untyped
@@ -31,7 +32,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
     def __init__(self, embed_dim: int, source_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.dropout = dropout
+        self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         self.q_proj = nn.Linear(embed_dim, embed_dim)
         self.k_proj = nn.Linear(source_dim, embed_dim)
         self.v_proj = nn.Linear(source_dim, embed_dim)
@@ -73,12 +74,13 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
             }
             if incremental_state is not None:
                 self.set_incremental_state(incremental_state, "surface", cache)
+        drop = self.training or self.dropout_module.apply_during_inference
         read = F.scaled_dot_product_attention(
             self._split_heads(self.q_proj(query.transpose(0, 1))),
             cache["key"],
             cache["value"],
             attn_mask=cache["keep"],
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.dropout_module.p if drop else 0.0,
         )
         return self.out_proj(read.transpose(1, 2).flatten(2))
 

@@ -6,6 +6,7 @@ and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_n
 
 import argparse
 import difflib
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
@@ -16,6 +17,8 @@ from omegaconf import DictConfig
 
 from surface_fusion.distributions import MODES, Mode
 from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
 
 SOURCES = ("att", "mean", "max")
 SurfaceSource = ChoiceEnum(list(SOURCES))  # type: ignore[no-untyped-call]
@@ -198,6 +201,12 @@ class SurfaceFusionConfig(TransformerConfig):
                 f"--layer-wise-attention needs an encoder layer for each decoder layer, got "
                 f"{self.encoder.layers} encoder and {self.decoder.layers} decoder layers"
             )
+        spare = self.encoder.layers - self.decoder.layers
+        if self.layer_wise_attention and spare and not (self.surfacefusion == "att" and self.sf_no_detach):
+            logger.warning(
+                f"--layer-wise-attention: no decoder layer attends to the last {spare} encoder layers, they "
+                "are not trained"
+            )
         if self.surfacefusion is not None:
             self._check_fusion()
 
@@ -267,6 +276,8 @@ def fill_defaults(args: Any) -> None:
         args.sf_mode = args.sf_fuision_mode
     if published and not hasattr(args, "sf_pool_published"):
         args.sf_pool_published = True
+    if published and getattr(args, "ta_posedemb", False):
+        args.sf_no_posedemb = False  # also without transparent attention
     inherited = {f.name for f in fields(TransformerConfig)}
     for f in fields(SurfaceFusionConfig):
         if f.name not in inherited and not hasattr(args, f.name):

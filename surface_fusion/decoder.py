@@ -38,6 +38,7 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)
+        self.dropout_module.module_name = "TransformerDecoder"  # for --retain-dropout-modules
         if cfg.layer_wise_attention:
             for i in range(len(self.layers)):
                 getattr(self.layers[i], "module", self.layers[i]).memory_index = i
@@ -60,7 +61,7 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
             self.fc2 = Linear(cfg.decoder.ffn_embed_dim, dim)
             self.activation_fn = utils.get_activation_fn(str(cfg.activation_fn))
             self.activation_dropout = FairseqDropout(
-                float(cfg.activation_dropout), module_name=type(self).__name__
+                float(cfg.activation_dropout), module_name=self.dropout_module.module_name
             )
         if cfg.sf_linear:
             self.tgt_out_dim = Linear(dim, dim, bias=False)

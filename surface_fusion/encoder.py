@@ -28,6 +28,7 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
+        self.dropout_module.module_name = "TransformerEncoder"  # for --retain-dropout-modules
         if self.encoder_layerdrop > 0:
             self.layers = DepthKeepingLayerDrop(self.layers, skip_encoder_layer)
 

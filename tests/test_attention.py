@@ -202,8 +202,17 @@ def test_dropout_acts_on_the_weights_in_training_only() -> None:
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], weights[kept] / 0.75)
     assert abs(kept.double().mean().item() - 0.75) < 0.03
-    module.dropout = 1.0
+    module.dropout_module.p = 1.0
     assert (module(query, key, value, mask) == 0).all()
+
+
+def test_dropout_can_be_retained_after_training() -> None:
+    """What ``fairseq-generate --retain-dropout`` asks of every dropout."""
+    module = attention(8, 8, 1, dropout=0.5)
+    args = inputs(8, 8)
+    assert torch.equal(module(*args), module(*args))
+    module.dropout_module.make_generation_fast_("sf_attn", retain_dropout=True)
+    assert not torch.equal(module(*args), module(*args))
 
 
 def test_initial_values_are_those_of_the_published_attention() -> None:

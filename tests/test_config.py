@@ -152,6 +152,23 @@ def test_a_setting_of_ours_in_a_published_namespace_is_respected() -> None:
     assert args.sf_pool_published is False
 
 
+def test_published_positions_of_transparent_attention_reach_the_surface() -> None:
+    """--ta-posedemb gave the fused embedding its positions, with transparent attention or without."""
+    args = Namespace(surfacefusion="att", sf_fuision_mode="hard", sf_no_posedemb=True, ta_posedemb=True)
+    for _ in range(2):
+        fill_defaults(args)
+        assert args.sf_no_posedemb is False
+
+
+def test_encoder_layers_that_nothing_attends_to_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    flags = ("--layer-wise-attention", "--encoder-layers", "4")
+    config(*flags, *ATT, "--sf-no-detach")
+    assert not [r for r in caplog.records if r.name == "surface_fusion.config"]
+    config(*flags)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config"]
+    assert "no decoder layer attends to the last 2 encoder layers" in line
+
+
 # Bad values: one clear line each, with the value in it
 
 
@@ -313,7 +330,7 @@ def test_a_yaml_section_completes_a_named_architecture() -> None:
     model = yaml_model({"_name": f"{ARCH}_tiny", "surfacefusion": "att", "decoder": {"layers": 1}})
     assert len(model.decoder.layers) == 1 and len(model.encoder.layers) == 4
     assert model.decoder.embed_dim == 128 and model.decoder.fc1.out_features == 256
-    assert model.decoder.sf_attn.dropout == 0.1
+    assert model.decoder.sf_attn.dropout_module.p == 0.1
 
 
 def test_what_a_yaml_run_stores_builds_the_same_model() -> None:

@@ -442,8 +442,8 @@ def test_dropout_of_the_shared_feed_forward_layer() -> None:
 
 def test_attention_dropout_reaches_the_surface_attention() -> None:
     model = build(*ATT, *HARD, "--attention-dropout", "0.25")[0]
-    assert model.decoder.sf_attn.dropout == 0.25
-    assert build(*ATT, *HARD)[0].decoder.sf_attn.dropout == 0
+    assert model.decoder.sf_attn.dropout_module.p == 0.25
+    assert build(*ATT, *HARD)[0].decoder.sf_attn.dropout_module.p == 0
 
 
 def test_the_two_branches_are_dropped_out_independently() -> None:

@@ -12,6 +12,8 @@ from fairseq import search, tasks
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import (
     ARCH,
     EOS,
@@ -19,6 +21,7 @@ from tiny import (
     SHARED,
     SIZES,
     VOCAB,
+    assert_incremental_equals_full,
     batch,
     build,
     data_folder,
@@ -317,6 +320,61 @@ def test_deep_copies_are_independent() -> None:
     with torch.no_grad():
         other.decoder.sf_attn.v_proj.weight.zero_()
     assert torch.equal(log_probs(model, sample), before)
+
+
+def test_retained_dropout_knows_our_modules_by_the_names_of_fairseq() -> None:
+    model, sample = shaken(*ATT, *HARD, "--dropout", "0.3"), batch()
+    assert torch.equal(log_probs(model, sample), log_probs(model, sample))
+    names = ["TransformerEncoder", "TransformerDecoder"]
+    model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=names)
+    for part in (
+        model.encoder.dropout_module,
+        model.decoder.dropout_module,
+        model.decoder.activation_dropout,
+    ):
+        assert part.apply_during_inference
+    assert not model.decoder.sf_attn.dropout_module.apply_during_inference
+    assert not torch.equal(log_probs(model, sample), log_probs(model, sample))
+
+
+SWITCHES = [
+    *("--sf-linear", "--no-sf-ffn", "--sf-posedemb", "--sf-no-detach", "--sf-pool-published"),
+    *(
+        "--layer-wise-attention",
+        "--layernorm-embedding",
+        "--cross-self-attention",
+        "--checkpoint-activations",
+    ),
+    *("--encoder-normalize-before", "--decoder-normalize-before", "--no-decoder-final-norm"),
+    *("--encoder-learned-pos", "--no-token-positional-embeddings", "--no-scale-embedding"),
+]
+EMBEDDINGS = [(), (SHARED,), ("--share-decoder-input-output-embed",), ("--merge-src-tgt-embed",)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([(), *SOURCES]),
+    st.sampled_from(FUSIONS),
+    st.sets(st.sampled_from(SWITCHES), max_size=5),
+    st.sampled_from(EMBEDDINGS),
+    st.integers(1, 2),
+)
+def test_any_combination_of_flags(
+    source: tuple[str, ...],
+    fusion: tuple[str, ...],
+    switches: set[str],
+    embeddings: tuple[str, ...],
+    layers: int,
+) -> None:
+    """It decodes step by step as in one pass, trains every parameter, and loads what it stored."""
+    depth = ("--encoder-layers", str(layers), "--decoder-layers", str(layers))
+    flags = (*source, *fusion, *sorted(switches), *embeddings, *depth)
+    model = shaken(*flags)
+    assert_incremental_equals_full(model)
+    assert all(g is not None and g.isfinite().all() for g in gradients(model.train(), batch()).values())
+    other, _ = build(*flags, seed=5)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(log_probs(other.eval(), batch()), log_probs(model.eval(), batch()))
 
 
 # Search

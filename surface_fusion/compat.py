@@ -26,6 +26,7 @@ from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 from fairseq.tasks import FairseqTask
+from fairseq.trainer import Trainer
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.quiet import silence_harmless_warnings
@@ -207,6 +208,53 @@ def mend_diverse_beam() -> None:
     _wrap(search.DiverseBeamSearch, "step", step)
 
 
+def try_longest_batch_first() -> None:
+    """Run out of memory before training starts, not hours into the first epoch (fs 2867).
+
+    The batch with the most padded tokens goes forward and backward once, beside the room that Adam will
+    take. Nothing is learnt from it: the gradient is zeroed, and fairseq seeds each update anew.
+    """
+
+    def remember(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        iterator = original(trainer, *args, **kwargs)
+        if not hasattr(trainer, "longest_batch_tried"):
+            trainer.longest_batch_iterator = iterator
+        return iterator
+
+    def begin(original: Callable[..., Any], trainer: Any, epoch: int) -> Any:
+        result = original(trainer, epoch)
+        iterator = vars(trainer).pop("longest_batch_iterator", None)
+        trainer.longest_batch_tried = True
+        batches = getattr(iterator, "frozen_batches", None)
+        if batches is not None and not trainer.tpu and not trainer.is_fsdp:
+            size = [len(batch) * max(map(iterator.dataset.num_tokens, batch)) for batch in batches]
+            longest = batches[int(np.argmax(size))]
+            _try_batch(trainer, iterator.collate_fn([iterator.dataset[i] for i in longest]))
+        return result
+
+    _wrap(Trainer, "get_train_iterator", remember)
+    _wrap(Trainer, "begin_epoch", begin)
+
+
+def _try_batch(trainer: Any, batch: Any) -> None:
+    sample, _ = trainer._prepare_sample(batch)
+    shape = " x ".join(str(n) for n in sample["net_input"]["prev_output_tokens"].shape)
+    try:
+        adam = [torch.empty((2, p.numel()), device=p.device) for p in trainer.model.parameters()]
+        trainer.task.train_step(
+            sample, trainer.model, trainer.criterion, trainer.optimizer, trainer.get_num_updates(), True
+        )
+        del adam
+    except torch.cuda.OutOfMemoryError as error:
+        raise SurfaceFusionError(
+            f"the longest batch ({shape} target tokens) does not fit into the memory of the GPU; lower "
+            f"--max-tokens ({trainer.cfg.dataset.max_tokens}) and raise --update-freq to make up for it"
+        ) from error
+    finally:
+        trainer.zero_grad()
+    logger.info(f"the longest batch ({shape} target tokens) fits into memory")
+
+
 def allow_second_copy() -> None:
     """Take ``--user-dir`` for what it is when this package is imported already (fs 2081).
 
@@ -254,4 +302,5 @@ def apply() -> None:
     keep_last_batch()
     skip_overlong_sentences()
     mend_diverse_beam()
+    try_longest_batch_first()
     allow_second_copy()

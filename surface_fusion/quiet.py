@@ -13,7 +13,7 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
     (r"\s*The version_base parameter is not specified", r"hydra\.", UserWarning),
     (r"\s*The strict flag in the compose API is deprecated", r"hydra\.", UserWarning),
     (r"In 'config': Usage of deprecated keyword in package header", r"hydra\.", UserWarning),
-    (r"\s*'config' is validated against ConfigStore schema", "", UserWarning),
+    (r"\s*'.*' is validated against ConfigStore schema", "", UserWarning),
     # fairseq calls torch by the names of torch 1.
     (r"`torch\.cuda\.amp\.", r"fairseq\.", FutureWarning),
     # fairseq's self-attention in the decoder: a float causal mask with a bool padding mask.

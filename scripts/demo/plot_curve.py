@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
-    """(update, loss in nats a token) of *subset* (``train_inner`` or ``valid``), a later line replacing an earlier.
+    """(update, loss in nats a token) of *subset* (``train_inner`` or ``valid``); a later line wins.
 
     fairseq logs losses in bits.
     """
@@ -54,7 +54,9 @@ def draw(logs: list[Path], out: Path) -> None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("-o", "--out", type=Path, required=True)
     args = parser.parse_args()

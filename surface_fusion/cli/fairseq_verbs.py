@@ -98,6 +98,8 @@ def run(verb: str, argv: Sequence[str]) -> None:
         if known.help:
             print_help(verb, rest)
             return
+        if spec.loads_checkpoint and verb != "train" and not any(a.split("=")[0] == "--path" for a in rest):
+            raise SurfaceFusionError("no checkpoint given; add --path CHECKPOINT")
         set_up()
         changes.enter_context(
             replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *rest])
@@ -106,9 +108,12 @@ def run(verb: str, argv: Sequence[str]) -> None:
             changes.enter_context(trusted_checkpoints())
         call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
         changes.enter_context(replaced(distributed_utils, "call_main", call_main))
-        # fairseq keeps the best loss of a process' last training in the function itself.
-        vars(checkpoint_utils.save_checkpoint).pop("best", None)
-        importlib.import_module(f"fairseq_cli.{verb}").cli_main()
+        command = importlib.import_module(f"fairseq_cli.{verb}")
+        if verb == "train":
+            # fairseq keeps the best loss of this process' last training in the functions themselves.
+            vars(checkpoint_utils.save_checkpoint).pop("best", None)
+            vars(command.should_stop_early).clear()
+        command.cli_main()
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:

@@ -42,7 +42,7 @@ def user_line(exception: BaseException) -> str | None:
     for link in chain:
         if isinstance(link, SurfaceFusionError):
             return str(link)
-    for link in chain:
+    for link in reversed(chain):  # the earliest says most
         line = _known_line(link)
         if line is not None:
             return " ".join(line.split())
@@ -61,8 +61,17 @@ def _known_line(exception: BaseException) -> str | None:
         return text
     if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         return _shortened(text) + "; was the checkpoint trained with other flags?"
-    if isinstance(exception, AssertionError) and text and _raised_in(exception).startswith("fairseq_cli."):
-        return text  # fairseq's commands check their flags by assertions
+    origin = _raised_in(exception)
+    if origin == "ast":
+        return f"--model-overrides is no Python dictionary: {text}"
+    if origin.split(".")[0] in ("fairseq", "fairseq_cli") and text:
+        # How fairseq speaks to users: bare exceptions, OSErrors of its own, messages that name a flag, and
+        # "world size is 2 but have 0 available devices".
+        if type(exception) in (Exception, OSError):
+            return text
+        names_a_flag = re.search(r"(^|\W)--[a-z]", text) or origin == "fairseq.distributed.utils"
+        if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
+            return text
     return None
 
 

@@ -33,8 +33,9 @@ def command(capsys):
 
 
 @pytest.fixture(autouse=True)
-def root_logger():
-    """fairseq's commands replace the root logger's handlers: here for one test only."""
+def contained(tmp_path, monkeypatch):
+    """fairseq's commands write where they run, and replace the root logger's handlers: for one test only."""
+    monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield

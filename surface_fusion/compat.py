@@ -208,6 +208,15 @@ def mend_diverse_beam() -> None:
     _wrap(search.DiverseBeamSearch, "step", step)
 
 
+def mend_replace_unk() -> None:
+    """Let ``--replace-unk`` stand without a dictionary: fairseq takes its default ``"@@ "`` for a file."""
+
+    def load(original: Callable[..., Any], replace_unk: str | None) -> Any:
+        return original("" if replace_unk == "@@ " else replace_unk)
+
+    _wrap(utils, "load_align_dict", load)
+
+
 def try_longest_batch_first() -> None:
     """Run out of memory before training starts, not hours into the first epoch (fs 2867).
 
@@ -302,5 +311,6 @@ def apply() -> None:
     keep_last_batch()
     skip_overlong_sentences()
     mend_diverse_beam()
+    mend_replace_unk()
     try_longest_batch_first()
     allow_second_copy()

@@ -62,6 +62,10 @@ def diverse_beam_fails() -> bool:
     return fails(step.step, 1, lprobs, torch.zeros(2, 2, 1), None, ids, error=IndexError)
 
 
+def replace_unk_needs_a_file() -> bool:
+    return fails(utils.load_align_dict, "@@ ", error=FileNotFoundError)
+
+
 def second_copy_refused() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for place in ("a", "b"):
@@ -100,6 +104,7 @@ if __name__ == "__main__":
         last_batch_lost,
         overlong_sentence_is_fatal,
         diverse_beam_fails,
+        replace_unk_needs_a_file,
         second_copy_refused,
         foreign_checkpoint_unexplained,
         missing_folder_unexplained,

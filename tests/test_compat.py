@@ -31,6 +31,7 @@ TROUBLES = (
     "last_batch_lost",
     "overlong_sentence_is_fatal",
     "diverse_beam_fails",
+    "replace_unk_needs_a_file",
     "second_copy_refused",
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
@@ -199,6 +200,13 @@ def test_diverse_beam_takes_sentence_ids() -> None:
 
     by_row, by_id = candidates(torch.tensor([0, 1])), candidates(torch.tensor([70, 90]))
     assert all(torch.equal(a, b) for a, b in zip(by_row, by_id, strict=True))
+
+
+def test_replace_unk_without_a_dictionary(tmp_path: Path) -> None:
+    assert utils.load_align_dict("@@ ") == {}
+    assert utils.load_align_dict(None) is None
+    (tmp_path / "align").write_text("horse cal\n")
+    assert utils.load_align_dict(str(tmp_path / "align")) == {"horse": "cal"}
 
 
 # -- importing twice ----------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""Troubles that users of fairseq have reported in public, tried as they met them ("fs" = a fairseq issue).
+
+Others are tested with their module: fs 5036, 2081, 5610, 2867 in test_compat.py, fs 4875, 2143, 781 in
+test_end_to_end.py, fs 64, 3312 in test_decoder.py and test_model.py, fs 2593, 1758 in test_scoring.py.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import RunFairseq
+
+from surface_fusion.model import SurfaceFusionModel
+
+HERE = Path(__file__).parent
+REFERENCE = HERE / "reference_checkpoint"
+CHECKPOINT = REFERENCE / "checkpoint_best.pt"
+LONG = " ".join(["horse"] * 3000)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(REFERENCE / "data-bin", tmp_path / "data-bin"))
+
+
+def with_long_line(data: Path, split: str) -> Path:
+    """The data folder with *split* made of two short pairs and one of 3,000 tokens between them."""
+    out = data.with_name("long")
+    text = {"en": ["a horse sees a house", LONG, "the bird"], "xx": ["un bur", LONG, "lum"]}
+    for lang, lines in text.items():
+        (data.parent / f"text.{lang}").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "surface_fusion", "preprocess", "-s", "en", "-t", "xx"]
+    command += ["--srcdict", str(data / "dict.en.txt"), "--tgtdict", str(data / "dict.xx.txt")]
+    command += [f"--{split}pref", str(data.parent / "text"), "--destdir", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def test_generation_skips_and_counts_an_overlong_line(run_fairseq: RunFairseq, data: Path) -> None:
+    """fs 1853, 2998: generation stopped at it."""
+    out = run_fairseq("generate", with_long_line(data, "test"), "--path", CHECKPOINT).stdout
+    assert sorted(re.findall(r"^H-(\d+)", out, re.M)) == ["0", "2"]
+    assert "1 samples have invalid sizes and will be skipped" in out
+
+
+def test_validation_skips_and_counts_an_overlong_line(run_fairseq: RunFairseq, data: Path) -> None:
+    """fs 2650: validation stopped at it."""
+    long = with_long_line(data, "valid")
+    out = run_fairseq(
+        "validate", long, "--task", "translation", "--path", CHECKPOINT, "--max-tokens", 4000
+    ).stdout
+    assert "1 samples have invalid sizes and will be skipped" in out
+    assert re.search(r"valid on 'valid' subset.*nll_loss", out)
+
+
+def test_interactive_skips_and_counts_an_overlong_line(data: Path, user_dir: Path) -> None:
+    command = [sys.executable, "-m", "fairseq_cli.interactive", str(data), "--user-dir", str(user_dir)]
+    command += ["--path", str(CHECKPOINT), "--buffer-size", "3", "-s", "en", "-t", "xx"]
+    text = f"a horse sees a house\n{LONG}\nthe bird\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    assert re.findall(r"^H-(\d+)", done.stdout, re.M) == ["0", "2"]
+    assert "1 samples have invalid sizes and will be skipped" in done.stdout + done.stderr
+
+
+def test_hub_interface(data: Path) -> None:
+    """fs 5610: from_pretrained could no longer load; two sentences of the published translations."""
+    hub = SurfaceFusionModel.from_pretrained(str(REFERENCE), "checkpoint_best.pt", str(data))
+    assert hub.translate("a horse sees a house", beam=4) == "un bur un kor@@ ka vidu"
+    texts = ["today the slow bird hears a horse near the book", "a horse sees a house"]
+    assert hub.translate(texts, beam=4)[0] == "nune lum talo un bur@@ ka gar@@ lo apud audu@@ s"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--diverse-beam-groups", 2, "--diverse-beam-strength", 0.5),
+        ("--sampling", "--sampling-topk", 5, "--nbest", 4),
+        ("--print-alignment",),
+        ("--prefix-size", 1),
+        ("--temperature", 2),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_ways_to_generate(run_fairseq: RunFairseq, data: Path, flags: tuple[object, ...]) -> None:
+    """fs 3312, 4137 (KeyError: 'attn'), and an IndexError of diverse beam search."""
+    out = run_fairseq("generate", data, "--path", CHECKPOINT, "--beam", 4, "--remove-bpe", *flags).stdout
+    assert len(set(re.findall(r"^H-(\d+)", out, re.M))) == 150
+    bleu = float(re.search(r"BLEU4 = ([\d.]+)", out)[1])
+    assert bleu > (5 if "--sampling" in flags else 50)
+    if "--print-alignment" in flags:
+        assert len(re.findall(r"^A-\d+\t\d+-\d+", out, re.M)) == 150
+
+
+def test_replace_unk(run_fairseq: RunFairseq, data: Path) -> None:
+    """Raw text, as fairseq demands for it; a reference word that the dictionary lacks stays readable."""
+    for lang, line in (("en", "a horse sees a zebra"), ("xx", "un bur zebru")):
+        (data / f"test.en-xx.{lang}").write_text(line + "\n")
+    flags = ("--dataset-impl", "raw", "--replace-unk", "--print-alignment", "--path", CHECKPOINT)
+    out = run_fairseq("generate", data, *flags).stdout
+    hypothesis = re.search(r"^H-0\t\S+\t(.*)", out, re.M)[1]
+    assert re.search(r"^S-0\ta horse sees a zebra$", out, re.M)
+    assert hypothesis and "<unk>" not in hypothesis

@@ -10,6 +10,7 @@ from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
@@ -36,7 +37,14 @@ class SurfaceFusionModel(TransformerModelBase):
             SurfaceFusionError: a flag has a value that no model can be built with.
         """
         settle_pruning(cfg)
-        return super().build_model(SurfaceFusionConfig.from_namespace(cfg), task)
+        cfg = SurfaceFusionConfig.from_namespace(cfg)
+        src_dict, tgt_dict = task.source_dictionary, task.target_dictionary
+        if cfg.share_all_embeddings and src_dict != tgt_dict:
+            raise SurfaceFusionError(
+                f"--share-all-embeddings needs one dictionary, but the source has {len(src_dict)} entries and "
+                f"the target {len(tgt_dict)}; preprocess with --joined-dictionary, or leave the flag out"
+            )
+        return super().build_model(cfg, task)
 
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:

@@ -36,6 +36,7 @@ from torch import Tensor
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.distributions import exponentiated_log_probs, hard_log_probs
 from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.errors import SurfaceFusionError
 
 ATT = ("--surfacefusion", "att")
 SOURCES = [ATT, ("--surfacefusion", "mean"), ("--surfacefusion", "max")]
@@ -590,3 +591,8 @@ def test_alignment_at_a_given_layer() -> None:
     assert not torch.equal(model(**net, alignment_layer=0)[1]["attn"][0], last)
     one_head = model(**net, alignment_layer=2, alignment_heads=1)[1]["attn"][0]
     assert one_head.shape == last.shape and not torch.equal(one_head, last)
+
+
+def test_shared_embeddings_need_one_dictionary() -> None:
+    with pytest.raises(SurfaceFusionError, match=r"source has 64 entries and the target 60"):
+        build(*ATT, SHARED, vocab=(64, 60))

@@ -1,8 +1,8 @@
 """Which parameters of a checkpoint fit a model, and what is said about those that do not.
 
-The published code allocates parameters that it never uses (a learned gate where the gate is fixed, linear maps
-without ``--sf-linear``, the attention of mean and max); ours does not. A checkpoint of a plain Transformer has
-none of the fusion's parameters.
+The published code allocates parameters that it never uses (a learned gate where the gate is fixed, linear
+maps without ``--sf-linear``, the attention of mean and max); ours does not. A checkpoint of a plain
+Transformer has none of the fusion's parameters.
 """
 
 import logging

@@ -41,8 +41,8 @@ class SurfaceFusionModel(TransformerModelBase):
         src_dict, tgt_dict = task.source_dictionary, task.target_dictionary
         if cfg.share_all_embeddings and src_dict != tgt_dict:
             raise SurfaceFusionError(
-                f"--share-all-embeddings needs one dictionary, but the source has {len(src_dict)} entries and "
-                f"the target {len(tgt_dict)}; preprocess with --joined-dictionary, or leave the flag out"
+                f"--share-all-embeddings needs one dictionary, but the source has {len(src_dict)} entries "
+                f"and the target {len(tgt_dict)}; preprocess with --joined-dictionary, or leave the flag out"
             )
         return super().build_model(cfg, task)
 

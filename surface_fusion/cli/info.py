@@ -1,6 +1,7 @@
 """``surface-fusion info``: what a checkpoint is; without one, the versions for a bug report."""
 
 import contextlib
+import copy
 import json
 import platform
 from collections.abc import Sequence
@@ -9,11 +10,14 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from omegaconf import OmegaConf, open_dict
 
 from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.version import __version__
 
@@ -79,8 +83,15 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     Raises:
         SurfaceFusionError: it cannot be loaded, or not without trusting it and *trust* is false.
     """
-    with trusted_checkpoints() if trust else contextlib.nullcontext():
+    safe = True
+    try:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    except SurfaceFusionError:
+        if not trust:
+            raise
+        safe = False
+        with trusted_checkpoints():
+            state = checkpoint_utils.load_checkpoint_to_cpu(path)
     model, cfg = state["model"], state["cfg"].model
     last = state["optimizer_history"][-1]
     task = state["cfg"].task
@@ -88,7 +99,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     fusion = {n: v for n, v in tensors.items() if n.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS)}
     return {
         "checkpoint": path,
-        "architecture": str(getattr(cfg, "arch", None) or cfg._name),
+        "architecture": _architecture(cfg),
         "fusion": fusion_in_words(cfg),
         "parameters": _count(tensors),
         "fusion_parameters": _count(fusion),
@@ -98,7 +109,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
         "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
-        "safe_to_load": True,
+        "safe_to_load": safe,
     }
 
 
@@ -111,11 +122,19 @@ def _rows(model: dict[str, torch.Tensor], name: str) -> int | None:
     return len(model[name]) if name in model else None
 
 
+def _architecture(model_cfg: Any) -> str:
+    return str(getattr(model_cfg, "arch", None) or model_cfg._name)
+
+
 def fusion_in_words(model_cfg: Any) -> str:
     """What the flags of *model_cfg* (a Namespace or YAML configuration) make of the softmax layer."""
-    if not str(getattr(model_cfg, "arch", None) or model_cfg._name).startswith(MODEL_NAME):
+    architecture = _architecture(model_cfg)
+    if not architecture.startswith(MODEL_NAME):
         return "none: not a model of surface-fusion"
-    cfg = SurfaceFusionConfig.from_namespace(model_cfg)
+    args = copy.deepcopy(model_cfg)
+    with open_dict(args) if OmegaConf.is_config(args) else contextlib.nullcontext():
+        ARCH_CONFIG_REGISTRY[architecture](args)  # as fairseq does before it builds the model
+    cfg = SurfaceFusionConfig.from_namespace(args)
     words = []
     if cfg.layer_wise_attention:
         words.append("decoder layer i attends to encoder layer i")

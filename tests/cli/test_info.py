@@ -1,0 +1,126 @@
+"""``surface-fusion info``: the facts of a checkpoint, and versions."""
+
+import json
+import platform
+from argparse import Namespace
+
+import pytest
+import torch
+from small_training import SIZES
+
+import surface_fusion
+from surface_fusion.cli.info import fusion_in_words
+from surface_fusion.cli.main import main
+
+
+def test_versions(command):
+    facts = json.loads(command("info", "--json").out)
+    assert facts["surface_fusion"] == surface_fusion.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["python"] == platform.python_version()
+    assert "fairseq" in facts["fairseq"] and " 0.12" in facts["fairseq"]
+    plain = command("info").out
+    assert all(str(value) in plain for value in facts.values() if value is not None)
+
+
+def test_a_checkpoint_of_ours(command, checkpoint, data):
+    facts = json.loads(command("info", checkpoint, "--json").out)
+    entries = len((data / "dict.en.txt").read_text(encoding="utf-8").splitlines()) + 4
+    assert facts["source_dictionary"] == facts["target_dictionary"] == entries
+    assert facts["architecture"] == "transformer_surface_fusion"
+    assert facts["published_code"] is False and facts["safe_to_load"] is True
+    state = torch.load(checkpoint, weights_only=True)
+    assert facts["updates"] == state["optimizer_history"][-1]["num_updates"] > 0
+    assert facts["best_loss"] == state["extra_state"]["best"]
+    # one embedding shared by all, a layer each, and the fusion's attention and feed-forward layer
+    d, f = 16, 32
+    attention, ffn, norm = 4 * (d * d + d), 2 * d * f + f + d, 2 * d
+    assert facts["fusion_parameters"] == attention + ffn
+    layers = (attention + ffn + 2 * norm) + (2 * attention + ffn + 3 * norm)
+    assert facts["parameters"] == entries * d + layers + attention + ffn
+
+
+def test_plain_text_says_the_same(command, checkpoint):
+    lines = command("info", checkpoint).out.splitlines()
+    facts = dict(line.split("  ", 1) for line in lines)
+    assert (
+        facts["fusion"]
+        .strip()
+        .startswith("attention (1 head) from decoder layer 1 of 1 to the source embeddings")
+    )
+    assert "hard, gate 0.8" in facts["fusion"]
+    assert facts["published code"].strip() == "no" and facts["safe to load"].strip() == "yes"
+
+
+def test_a_plain_transformer(command, data, tmp_path):
+    flags = [
+        "--cpu",
+        "--optimizer",
+        "adam",
+        "--max-update",
+        "1",
+        "--max-tokens",
+        "400",
+        "--save-dir",
+        str(tmp_path),
+    ]
+    assert main(["train", str(data), "-a", "transformer", *map(str, SIZES), *flags]) == 0
+    facts = json.loads(command("info", tmp_path / "checkpoint_last.pt", "--json").out)
+    assert facts["fusion"] == "none: not a model of surface-fusion"
+    assert facts["fusion_parameters"] == 0 and facts["architecture"] == "transformer"
+
+
+def test_a_checkpoint_of_the_published_code(command, checkpoint, tmp_path):
+    state = torch.load(checkpoint, weights_only=True)
+    args = Namespace(
+        arch="transformer_surface_fusion",
+        task="translation",
+        source_lang="en",
+        target_lang="ro",
+        **{"surfacefusion": "mean", "sf_fuision_mode": "hard", "sf_gate": 0.8, "encoder_embed_dim": 16},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_layers": 1},
+    )
+    torch.save({**state, "cfg": None, "args": args}, tmp_path / "published.pt")
+    facts = json.loads(command("info", tmp_path / "published.pt", "--json").out)
+    assert facts["published_code"] is True and facts["languages"] == "en-ro"
+    assert facts["fusion"].startswith(
+        "mean of the source embeddings over tokens with id >= 50; without positions; hard"
+    )
+
+
+def test_an_unsafe_checkpoint_is_named_so(command, checkpoint, tmp_path):
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save({**state, "note": torch.nn.Linear(2, 2)}, tmp_path / "unsafe.pt")
+    refused = command("info", tmp_path / "unsafe.pt")
+    assert refused.status == 2 and "torch.nn.modules.linear.Linear" in refused.err
+    facts = json.loads(command("info", tmp_path / "unsafe.pt", "--trust-checkpoint", "--json").out)
+    assert facts["safe_to_load"] is False
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({}, "none: a plain Transformer"),
+        (
+            {"layer_wise_attention": True},
+            "none: a plain Transformer; decoder layer i attends to encoder layer i",
+        ),
+        (
+            {"surfacefusion": "att", "sf_attention_heads": 2, "sf_idx": 2, "sf_gate": 0.0, "sf_linear": True},
+            "attention (2 heads) from decoder layer 3 of 6 to the source embeddings; without positions; "
+            "hard, learned gate; shared feed-forward layer; linear map per branch",
+        ),
+        (
+            {"surfacefusion": "max", "sf_mode": "soft_5", "sf_posedemb": True, "no_sf_ffn": True},
+            "max of the source embeddings over all tokens; with positions; soft_5, tau 0.2; "
+            "no feed-forward layer",
+        ),
+        (
+            {"surfacefusion": "att", "sf_gate": 0.5, "sf_renormalize": True, "sf_no_detach": True},
+            "attention (1 head) from decoder layer 6 of 6 to the source embeddings; without positions; "
+            "hard, gate 0.5, renormalised; shared feed-forward layer; gradient into query and key",
+        ),
+    ],
+)
+def test_fusion_in_words(flags, words):
+    assert fusion_in_words(Namespace(arch="transformer_surface_fusion", **flags)) == words

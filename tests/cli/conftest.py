@@ -34,8 +34,9 @@ def command(capsys):
 
 @pytest.fixture(autouse=True)
 def contained(tmp_path, monkeypatch):
-    """fairseq's commands write where they run, and replace the root logger's handlers: for one test only."""
+    """fairseq's commands write where they run, replace the root logger's handlers and set PYTHONWARNINGS."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield

@@ -1,0 +1,71 @@
+"""What is logged, where, and what is left out."""
+
+import subprocess
+import sys
+
+import pytest
+from small_training import PREPROCESS, TEXT, TRAIN
+
+SHORT = "configuration not shown; add --show-config to see it"
+
+
+def process(*argv):
+    """A process of its own, where warnings show as a user would see them."""
+    program = [sys.executable, "-m", "surface_fusion"]
+    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def longest_line(text):
+    return max(map(len, text.splitlines()))
+
+
+def test_a_training_is_quiet_but_for_its_log(data, tmp_path):
+    done = process("train", data, *TRAIN, "--save-dir", tmp_path, "--max-update", 2, "--no-save")
+    assert done.stderr == ""
+    assert done.stdout.count(SHORT) == 1
+    assert longest_line(done.stdout) < 1000
+    assert "| INFO | fairseq_cli.train | begin validation on" in done.stdout
+
+
+def test_translations_are_kept_apart_from_the_log(data, checkpoint):
+    done = process("generate", data, "--path", checkpoint, "--cpu", "--max-tokens", 400)
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("Generate test with beam=5: BLEU4 = ")
+    assert {line[:2] for line in lines[:-1]} == {"S-", "T-", "H-", "D-", "P-"}
+    assert [line for line in done.stderr.splitlines() if " | INFO | " not in line] == []
+    assert done.stderr.count(SHORT) == 1 and longest_line(done.stderr) < 1000
+
+
+@pytest.mark.parametrize("verb", ["preprocess", "train", "generate", "interactive", "validate"])
+def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
+    argv = {
+        "preprocess": (*PREPROCESS, "--destdir", tmp_path / "bin", "--dict-only"),
+        "train": (data, *TRAIN, "--save-dir", tmp_path, "--max-update", 1, "--no-save"),
+        "generate": (data, "--path", checkpoint, "--cpu"),
+        "interactive": (data, "--path", checkpoint, "--cpu", "--input", TEXT / "valid.en"),
+        "validate": (data, "--path", checkpoint, "--cpu", "--max-tokens", 400),
+    }[verb]
+    whole = command(verb, *argv, "--show-config")
+    assert whole.status == 0
+    log = whole.out + whole.err
+    assert SHORT not in log and longest_line(log) > 1000
+    if verb == "preprocess":
+        argv = tuple(tmp_path / "bin2" if arg == tmp_path / "bin" else arg for arg in argv)
+    short = command(verb, *argv)
+    assert short.status == 0
+    log = short.out + short.err
+    assert SHORT in log and longest_line(log) < 1000
+
+
+def test_interactive_does_not_log_every_sentence(command, data, checkpoint):
+    result = command("interactive", data, "--path", checkpoint, "--cpu", "--input", TEXT / "valid.en")
+    assert result.out.count("\nH-") == 40
+    assert result.err.count("\n") < 20
+
+
+def test_importing_the_package_leaves_the_root_logger_alone():
+    check = "import logging, surface_fusion; print(logging.getLogger().handlers, logging.getLogger().level)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"[] {30}\n", "")

@@ -13,7 +13,7 @@ export OMP_NUM_THREADS=1 # the models are tiny: threads only get in each other's
 failed=()
 check() {
     printf '== %s\n' "$*"
-    python -m "$@" || failed+=("$1 $2")
+    python -m "$@" || failed+=("$*")
 }
 check ruff check .
 check ruff format --check .

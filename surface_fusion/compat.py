@@ -30,6 +30,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.quiet import silence_harmless_warnings
+from surface_fusion.resume import with_first_epochs_batches
 
 logger = logging.getLogger(__name__)
 
@@ -314,3 +315,4 @@ def apply() -> None:
     mend_replace_unk()
     try_longest_batch_first()
     allow_second_copy()
+    _wrap(FairseqTask, "get_batch_iterator", with_first_epochs_batches)

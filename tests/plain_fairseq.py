@@ -97,6 +97,20 @@ def missing_folder_unexplained() -> bool:
     return False
 
 
+def resume_makes_other_batches() -> bool:
+    words = Dictionary()
+    sizes = np.full(40, 5)
+    rows = [torch.full((5,), words.eos())] * 40
+
+    def batches(epoch: int) -> list[list[int]]:
+        data = LanguagePairDataset(rows, sizes, words, rows, sizes, words)
+        task = FairseqTask(argparse.Namespace())
+        iterator = task.get_batch_iterator(data, max_sentences=4, epoch=epoch)
+        return [list(batch) for batch in iterator.frozen_batches]
+
+    return batches(1) != batches(2)
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -108,5 +122,6 @@ if __name__ == "__main__":
         second_copy_refused,
         foreign_checkpoint_unexplained,
         missing_folder_unexplained,
+        resume_makes_other_batches,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

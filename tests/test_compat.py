@@ -35,6 +35,7 @@ TROUBLES = (
     "second_copy_refused",
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
+    "resume_makes_other_batches",
 )
 
 

@@ -1,0 +1,49 @@
+"""Batches do not hang on the epoch in which a training was started."""
+
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from fairseq.data import Dictionary, LanguagePairDataset
+from fairseq.tasks import FairseqTask
+
+
+def dataset() -> LanguagePairDataset:
+    words = Dictionary()
+    sizes = np.random.RandomState(1).randint(3, 9, size=50)
+    rows = [torch.full((n,), words.eos()) for n in sizes]
+    return LanguagePairDataset(rows, sizes, words, rows, sizes, words)
+
+
+def batches_by_epoch(start: int, end: int, **kwargs) -> dict[int, list[list[int]]]:
+    """What a training that starts in epoch *start* sees in each epoch."""
+    task, data = FairseqTask(Namespace(**kwargs.pop("cfg", {}))), dataset()
+    seen = {}
+    for epoch in range(start, end + 1):
+        iterator = task.get_batch_iterator(data, max_tokens=40, seed=3, epoch=epoch, **kwargs)
+        seen[epoch] = [batch["id"].tolist() for batch in iterator.next_epoch_itr()]
+        assert iterator.epoch == epoch
+    return seen
+
+
+@pytest.mark.parametrize("start", [2, 3, 4])
+@pytest.mark.parametrize("cfg", [{}, {"rebuild_batches": True}], ids=["once", "each epoch"])
+def test_a_resumed_training_sees_the_batches_of_the_uninterrupted_one(start, cfg):
+    whole = batches_by_epoch(1, 4, cfg=cfg)
+    assert len({str(batches) for batches in whole.values()}) == 4  # shuffled in every epoch
+    assert batches_by_epoch(start, 4, cfg=cfg) == {epoch: whole[epoch] for epoch in range(start, 5)}
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_every_sentence_is_seen_once_an_epoch(start):
+    for batches in batches_by_epoch(start, 3).values():
+        assert sorted(i for batch in batches for i in batch) == list(range(50))
+
+
+def test_batches_that_are_made_anew_each_epoch_stay_so():
+    whole = batches_by_epoch(1, 3, update_epoch_batch_itr=True)
+    resumed = batches_by_epoch(2, 3, update_epoch_batch_itr=True)
+    assert resumed == {epoch: whole[epoch] for epoch in (2, 3)}
+    groups = [sorted(map(sorted, whole[epoch])) for epoch in (1, 2)]
+    assert groups[0] != groups[1]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from small_training import PREPROCESS, TRAIN
 
 from surface_fusion.cli.main import main
+from tests.small_training import PREPROCESS, TRAIN
 
 
 @dataclass

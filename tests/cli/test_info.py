@@ -6,11 +6,11 @@ from argparse import Namespace
 
 import pytest
 import torch
-from small_training import SIZES
 
 import surface_fusion
 from surface_fusion.cli.info import fusion_in_words
 from surface_fusion.cli.main import main
+from tests.small_training import SIZES
 
 
 def test_versions(command):

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from small_training import PREPROCESS, TEXT, TRAIN
+
+from tests.small_training import PREPROCESS, TEXT, TRAIN
 
 SHORT = "configuration not shown; add --show-config to see it"
 
@@ -43,8 +44,8 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     argv = {
         "preprocess": (*PREPROCESS, "--destdir", tmp_path / "bin", "--dict-only"),
         "train": (data, *TRAIN, "--save-dir", tmp_path, "--max-update", 1, "--no-save"),
-        "generate": (data, "--path", checkpoint, "--cpu"),
-        "interactive": (data, "--path", checkpoint, "--cpu", "--input", TEXT / "valid.en"),
+        "generate": (data, "--path", checkpoint, "--cpu", "--max-len-b", 20),
+        "interactive": (data, "--path", checkpoint, "--cpu", "--max-len-b", 20, "--input", TEXT / "valid.en"),
         "validate": (data, "--path", checkpoint, "--cpu", "--max-tokens", 400),
     }[verb]
     whole = command(verb, *argv, "--show-config")
@@ -60,7 +61,9 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
 
 
 def test_interactive_does_not_log_every_sentence(command, data, checkpoint):
-    result = command("interactive", data, "--path", checkpoint, "--cpu", "--input", TEXT / "valid.en")
+    result = command(
+        "interactive", data, "--path", checkpoint, "--cpu", "--max-len-b", 20, "--input", TEXT / "valid.en"
+    )
     assert result.out.count("\nH-") == 40
     assert result.err.count("\n") < 20
 

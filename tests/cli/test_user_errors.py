@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.multiprocessing
-from small_training import PREPROCESS, TEXT, TRAIN
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli import fairseq_verbs
 from surface_fusion.cli.user_errors import user_line
+from tests.small_training import PREPROCESS, TEXT, TRAIN
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_a_trusted_checkpoint_may_hold_any_object(command, checkpoint, data, tmp
     state = torch.load(checkpoint, weights_only=True)
     state["extra_state"]["note"] = torch.nn.Linear(2, 2)
     torch.save(state, tmp_path / "unsafe.pt")
-    argv = ("generate", data, "--path", tmp_path / "unsafe.pt", "--cpu", "--max-tokens", 400)
+    argv = ("generate", data, "--path", tmp_path / "unsafe.pt", "--cpu", "--max-len-b", 20)
     assert "torch.nn.modules.linear.Linear" in refused(*argv)
     trusted = command(*argv, "--trust-checkpoint")
     assert trusted.status == 0 and trusted.out.count("\nH-") == 40

@@ -186,6 +186,12 @@ class SurfaceFusionConfig(TransformerConfig):
                     f"{flag} {'' if unsupported is True else unsupported} (transparent attention and other "
                     "published encoder fusions) is not supported by this version of surface-fusion yet"
                 )
+        for name in ("source_word_dropout", "target_word_dropout"):
+            if self.__dict__.get(name):
+                logger.warning(
+                    f"--{name.replace('_', '-')} {self.__dict__[name]} of the published code is not supported "
+                    "by this version yet: translations do not change, but further training is without it"
+                )
         heads = (
             ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),
             ("decoder", self.decoder.embed_dim, self.decoder.attention_heads),

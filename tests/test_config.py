@@ -412,3 +412,13 @@ def test_struct_flag_of_a_yaml_config_is_left_as_it_was() -> None:
     assert OmegaConf.is_struct(cfg)
     with open_dict(cfg):
         assert cfg.sf_ffn is True
+
+
+def test_published_word_dropout_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    args = parse(*SIZES, *ATT)
+    args.target_word_dropout, args.source_word_dropout = 0.1, 0.0
+    SurfaceFusionConfig.from_namespace(args)
+    assert [r.message for r in caplog.records if "word-dropout" in r.message] == [
+        "--target-word-dropout 0.1 of the published code is not supported by this version yet: translations "
+        "do not change, but further training is without it"
+    ]

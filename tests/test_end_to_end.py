@@ -17,7 +17,7 @@ from tests.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
 
 COMMAND = (sys.executable, "-m", "surface_fusion")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-SHORT = ("--max-len-b", 20)  # a model of two epochs rarely ends a sentence
+SHORT = ("--num-workers", 0, "--max-len-b", 20)  # a model of two epochs rarely ends a sentence
 EXACT = ("--dropout", 0, "--attention-dropout", 0)
 
 
@@ -142,14 +142,14 @@ def test_interactive_translates_as_generate(fused, data, command):
 
 def test_validate_gives_the_loss_that_the_training_saved(fused, data, command):
     path = fused[0] / "checkpoint_last.pt"
-    log = command("validate", data, "--path", path, "--cpu", "--max-tokens", 400)
+    log = command("validate", data, "--path", path, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     (loss,) = re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)
     assert float(loss) == pytest.approx(load(path)["extra_state"]["val_loss"], abs=6e-4)
 
 
 def test_ensemble_with_a_plain_transformer_averages_probabilities(fused, plain, data, command):
     def token_probabilities(path):
-        printed = command("generate", data, "--path", path, "--cpu", "--score-reference")
+        printed = command("generate", data, "--path", path, "--cpu", "--num-workers", 0, "--score-reference")
         rows = [line.split("\t") for line in printed.splitlines() if line.startswith("P-")]
         assert len(rows) == 40
         return {name: 2 ** torch.tensor([*map(float, scores.split())]) for name, scores in rows}

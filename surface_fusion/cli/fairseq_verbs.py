@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import importlib
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +105,11 @@ def run(verb: str, argv: Sequence[str]) -> None:
         )
         if getattr(known, "trust_checkpoint", False):
             changes.enter_context(trusted_checkpoints())
-        call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
+        fairseqs_call_main = distributed_utils.call_main
+
+        def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+            fairseqs_call_main(cfg, _Main(set_up, main), **kwargs)
+
         changes.enter_context(replaced(distributed_utils, "call_main", call_main))
         command = importlib.import_module(f"fairseq_cli.{verb}")
         if verb == "train":
@@ -178,24 +181,27 @@ class _HelpPrinted(Exception):
     """Ends fairseq's parsing."""
 
 
-def _call_main(
-    fairseqs: Callable[..., None],
-    set_up: Callable[[], None],
-    cfg: Any,
-    main: Callable[..., None],
-    **kwargs: Any,
-) -> None:
-    """fairseq's ``call_main``, whose child processes are set up as this one and fail like it."""
-    fairseqs(cfg, functools.partial(_main_in_any_process, set_up, main), **kwargs)
+@dataclass(frozen=True)
+class _Main:
+    """fairseq's ``main``; a process that fairseq spawns for it is set up as this one and fails like it."""
+
+    set_up: Callable[[], None]
+    main: Callable[..., None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.main(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled_main, (self.set_up, self.main)
 
 
-def _main_in_any_process(
-    set_up: Callable[[], None], main: Callable[..., None], *args: Any, **kwargs: Any
-) -> None:
-    if multiprocessing.parent_process() is None:
-        main(*args, **kwargs)
-        return
+def _unpickled_main(set_up: Callable[[], None], main: Callable[..., None]) -> Callable[..., None]:
+    """Called in a spawned process, before fairseq does anything there."""
     set_up()
+    return functools.partial(_main_of_child, main)
+
+
+def _main_of_child(main: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     try:
         main(*args, **kwargs)
     except Exception as exception:

@@ -55,6 +55,7 @@ def test_plain_text_says_the_same(command, checkpoint):
 def test_a_plain_transformer(command, data, tmp_path):
     flags = [
         "--cpu",
+        *("--num-workers", "0"),
         "--optimizer",
         "adam",
         "--max-update",

@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from surface_fusion.cli.main import main
 from tests.small_training import PREPROCESS, TEXT, TRAIN
 
 SHORT = "configuration not shown; add --show-config to see it"
@@ -30,8 +32,20 @@ def test_a_training_is_quiet_but_for_its_log(data, tmp_path):
     assert "| INFO | fairseq_cli.train | begin validation on" in done.stdout
 
 
+def test_spawned_processes_log_as_one(data, tmp_path, monkeypatch, capfd):
+    """fairseq spawns a process for each GPU; here it is told of two."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gloo = ("--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
+    argv = ("train", data, *TRAIN, *gloo, "--save-dir", tmp_path, "--max-update", 2, "--no-save")
+    assert main([*map(str, argv)]) == 0
+    printed = capfd.readouterr()
+    assert printed.out.count(SHORT) == 1 and longest_line(printed.out) < 1000
+    assert printed.out.count("begin validation on") == 1
+    assert "Traceback" not in printed.err
+
+
 def test_translations_are_kept_apart_from_the_log(data, checkpoint):
-    done = process("generate", data, "--path", checkpoint, "--cpu", "--max-tokens", 400)
+    done = process("generate", data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("Generate test with beam=5: BLEU4 = ")
     assert {line[:2] for line in lines[:-1]} == {"S-", "T-", "H-", "D-", "P-"}
@@ -44,9 +58,20 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     argv = {
         "preprocess": (*PREPROCESS, "--destdir", tmp_path / "bin", "--dict-only"),
         "train": (data, *TRAIN, "--save-dir", tmp_path, "--max-update", 1, "--no-save"),
-        "generate": (data, "--path", checkpoint, "--cpu", "--max-len-b", 20),
-        "interactive": (data, "--path", checkpoint, "--cpu", "--max-len-b", 20, "--input", TEXT / "valid.en"),
-        "validate": (data, "--path", checkpoint, "--cpu", "--max-tokens", 400),
+        "generate": (data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-len-b", 20),
+        "interactive": (
+            data,
+            "--path",
+            checkpoint,
+            "--cpu",
+            "--num-workers",
+            0,
+            "--max-len-b",
+            20,
+            "--input",
+            TEXT / "valid.en",
+        ),
+        "validate": (data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400),
     }[verb]
     whole = command(verb, *argv, "--show-config")
     assert whole.status == 0
@@ -62,7 +87,17 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
 
 def test_interactive_does_not_log_every_sentence(command, data, checkpoint):
     result = command(
-        "interactive", data, "--path", checkpoint, "--cpu", "--max-len-b", 20, "--input", TEXT / "valid.en"
+        "interactive",
+        data,
+        "--path",
+        checkpoint,
+        "--cpu",
+        "--num-workers",
+        0,
+        "--max-len-b",
+        20,
+        "--input",
+        TEXT / "valid.en",
     )
     assert result.out.count("\nH-") == 40
     assert result.err.count("\n") < 20

@@ -102,7 +102,9 @@ def test_path_must_be_given(refused, data, verb):
 
 @pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate"])
 def test_missing_data_folder(refused, checkpoint, verb):
-    flags = TRAIN if verb == "train" else ("--path", checkpoint, "--cpu", "--max-tokens", 400)
+    flags = (
+        TRAIN if verb == "train" else ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
+    )
     if verb == "validate":  # which takes the data folder of the training where no other is given
         flags = (*flags, "--task", "translation")
     assert refused(verb, "nowhere", *flags).startswith("data folder nowhere does not exist; ")
@@ -149,7 +151,7 @@ def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
     elif verb == "info":
         said = refused(verb, path)
     else:
-        said = refused(verb, data, "--path", path, "--cpu", "--max-tokens", 400)
+        said = refused(verb, data, "--path", path, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     assert str(path) in said and EXPECTED[kind] in said
     if kind == "pickle":
         assert "--trust-checkpoint" in said
@@ -165,7 +167,17 @@ def test_dictionary_of_another_size(refused, other_data, data, checkpoint, tmp_p
         said = refused(verb, other_data, *TRAIN, "--restore-file", checkpoint, "--save-dir", tmp_path)
     else:
         said = refused(
-            verb, other_data, "--path", checkpoint, "--cpu", "--max-tokens", 400, "--gen-subset", "valid"
+            verb,
+            other_data,
+            "--path",
+            checkpoint,
+            "--cpu",
+            "--num-workers",
+            0,
+            "--max-tokens",
+            400,
+            "--gen-subset",
+            "valid",
         )
     assert f"the source dictionary has {sizes[0]} entries" in said and str(sizes[1]) in said
 
@@ -219,15 +231,21 @@ def test_a_trusted_checkpoint_may_hold_any_object(command, checkpoint, data, tmp
     state = torch.load(checkpoint, weights_only=True)
     state["extra_state"]["note"] = torch.nn.Linear(2, 2)
     torch.save(state, tmp_path / "unsafe.pt")
-    argv = ("generate", data, "--path", tmp_path / "unsafe.pt", "--cpu", "--max-len-b", 20)
+    argv = (
+        "generate",
+        data,
+        "--path",
+        tmp_path / "unsafe.pt",
+        "--cpu",
+        "--num-workers",
+        0,
+        "--max-len-b",
+        20,
+    )
     assert "torch.nn.modules.linear.Linear" in refused(*argv)
     trusted = command(*argv, "--trust-checkpoint")
     assert trusted.status == 0 and trusted.out.count("\nH-") == 40
     assert "torch.nn.modules.linear.Linear" in refused(*argv), "trust ends with the command"
-
-
-def fail_as_child(index, kind):
-    fairseq_verbs._main_in_any_process(lambda: None, partial(raise_inside, kind))
 
 
 def raise_inside(kind):
@@ -237,11 +255,21 @@ def raise_inside(kind):
         raise Exception("what fairseq makes of it")  # noqa: B904
 
 
-@pytest.mark.parametrize("kind, line", [(SurfaceFusionError, "the line: with a colon"), (KeyError, None)])
-def test_errors_of_child_processes(kind, line):
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException) as raised:
-        torch.multiprocessing.spawn(fail_as_child, (kind,), nprocs=1)
-    assert user_line(raised.value) == line
+@pytest.fixture
+def spawning(train, monkeypatch):
+    """Two processes, spawned by fairseq as on a machine of two GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gloo = ("--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
+    return partial(train, *gloo)
+
+
+def test_errors_of_spawned_processes(spawning):
+    assert spawning("--sf-idx", 5).startswith("--sf-idx 5 is out of range for 1 decoder layers; ")
+
+
+def test_bugs_of_spawned_processes_stay_bugs():
+    told = "\n\n-- Process 1 terminated with the following error:\nTraceback ...\nKeyError: 'model'\n"
+    assert user_line(torch.multiprocessing.ProcessRaisedException(told, 1, 12345)) is None
 
 
 def test_replaced_and_chained_exceptions():

@@ -42,20 +42,26 @@ if [[ ! -d $run/data-bin ]]; then
 fi
 
 step "Training: 3+3 layers, 192/768, hard surface fusion (gate 0.8, renormalised), $updates updates"
-surface-fusion train "$run/data-bin" -s en -t ro -a transformer_surface_fusion \
-    --encoder-layers 3 --encoder-embed-dim 192 --encoder-ffn-embed-dim 768 --encoder-attention-heads 4 \
-    --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \
-    --encoder-normalize-before --decoder-normalize-before --share-all-embeddings \
-    --surfacefusion att --sf-mode hard --sf-gate 0.8 --sf-renormalize \
-    --dropout 0.1 --attention-dropout 0 --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
-    --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
-    --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
-    --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
-    --no-epoch-checkpoints --save-dir "$run/checkpoints" \
-    --log-format json --log-interval $interval --no-progress-bar "$@" | tee -a "$run/train.log"
+if [[ -f $run/trained && $(<"$run/trained") == "$updates $*" ]]; then
+    echo "done already"
+else
+    surface-fusion train "$run/data-bin" -s en -t ro -a transformer_surface_fusion \
+        --encoder-layers 3 --encoder-embed-dim 192 --encoder-ffn-embed-dim 768 --encoder-attention-heads 4 \
+        --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \
+        --encoder-normalize-before --decoder-normalize-before --share-all-embeddings \
+        --surfacefusion att --sf-mode hard --sf-gate 0.8 --sf-renormalize \
+        --dropout 0.1 --attention-dropout 0 --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
+        --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
+        --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
+        --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
+        --no-epoch-checkpoints --save-dir "$run/checkpoints" \
+        --log-format json --log-interval $interval --no-progress-bar "$@" | tee -a "$run/train.log"
+    echo "$updates $*" >"$run/trained"
+fi
 
 step "Translating the test set, beam 4"
-surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_best.pt" \
+# The last checkpoint: the learning rate has gone down to 0 by then.
+surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_last.pt" \
     --beam 4 --lenpen 1.0 --max-tokens 4000 --remove-bpe sentencepiece >"$run/generate.txt.new"
 mv "$run/generate.txt.new" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
@@ -67,4 +73,4 @@ surface-fusion score --hyp "$run/test.hyp.ro" --ref "$data/test.ro" --romanian |
 step "Learning curve"
 python "$scripts/demo/plot_curve.py" "$run/train.log" -o "$run/learning_curve.png"
 printf 'picture:      %s\nmodel:        %s\ntranslations: %s\n' \
-    "$run/learning_curve.png" "$run/checkpoints/checkpoint_best.pt" "$run/test.hyp.ro"
+    "$run/learning_curve.png" "$run/checkpoints/checkpoint_last.pt" "$run/test.hyp.ro"

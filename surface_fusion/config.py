@@ -189,8 +189,8 @@ class SurfaceFusionConfig(TransformerConfig):
         for name in ("source_word_dropout", "target_word_dropout"):
             if self.__dict__.get(name):
                 logger.warning(
-                    f"--{name.replace('_', '-')} {self.__dict__[name]} of the published code is not supported "
-                    "by this version yet: translations do not change, but further training is without it"
+                    f"--{name.replace('_', '-')} {self.__dict__[name]} of the published code is not "
+                    "supported by this version yet: translations do not change, but further training is without it"
                 )
         heads = (
             ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),

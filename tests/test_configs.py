@@ -167,7 +167,7 @@ def test_demo_is_the_command_of_the_demo_script(data: Path) -> None:
     run = str(data.parent)
     # The script's first values are those of the full demo, the next those of --quick.
     numbers = [re.search(rf"^{name}=\d+$", script, re.M)[0] for name in ("updates", "warmup", "interval")]
-    command = re.search(r"^surface-fusion train (.*?)\|", script, re.M | re.S)[1]
+    command = re.search(r"^ *surface-fusion train (.*?)\|", script, re.M | re.S)[1]
     quoted = "\n".join([f"run={run!r}", *numbers, f"printf '%s\\n' {command}"])
     flags = subprocess.run(["bash", "-c", quoted], capture_output=True, text=True, check=True).stdout
     place = {"task.data": str(data), "checkpoint.save_dir": f"{run}/checkpoints"}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from surface_fusion import scoring
 from surface_fusion.cli.user_errors import OneLineParser
@@ -45,53 +46,58 @@ def _parser() -> OneLineParser:
     return parser
 
 
+@dataclass
+class _Report:
+    """What is printed; with ``--json`` these are the object's keys."""
+
+    sentences: int
+    skipped: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    scores: list[scoring.Score] = field(default_factory=list)
+
+
 def run(argv: Sequence[str]) -> None:
     """Print the scores that the command line asks for."""
     parser = _parser()
     args = parser.parse_args(argv)
     romanian = args.romanian or args.lang == "ro"
+    if args.hyp is not None and args.ref is None:
+        parser.error("--hyp needs --ref")
     references = None if args.ref is None else _read_lines(args.ref)
-    skipped: list[int] = []
-    if args.hyp is not None:
-        if references is None:
-            parser.error("--hyp needs --ref")
+    if args.hyp is not None and references is not None:
         hypotheses = _read_lines(args.hyp)
-        scores = scoring.score(hypotheses, references, romanian)
-        count = len(hypotheses)
-        warnings = scoring.text_warnings(hypotheses)
+        report = _Report(len(hypotheses))
+        report.scores = scoring.score(hypotheses, references, romanian)
+        report.warnings = scoring.text_warnings(hypotheses)
     else:
         output = scoring.parse_generate_output(_read_lines(args.generate_output))
-        count, skipped = len(output.ids), output.skipped
-        scores = []
-        warnings = []
-        if references is None:
-            warnings.append("no sacreBLEU without the raw references; add --ref FILE")
-        else:
-            skipped = _skipped(output, len(references), args.skipped_as_empty)
-            text = dict(zip(output.ids, output.text, strict=True))
-            hypotheses = [text.get(i, "") for i in range(len(references))]
-            scores = scoring.score_text(hypotheses, references, romanian)
-            warnings += scoring.text_warnings(output.text)
-        scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
-        if skipped:
-            warnings.append(f"generate skipped {_named(skipped)}: left out of tokenised BLEU")
-    for warning in warnings:
+        report = _report_on_generate(output, references, romanian, args.skipped_as_empty)
+    for warning in report.warnings:
         print(f"surface-fusion score: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "sentences": count,
-                    "skipped": skipped,
-                    "warnings": warnings,
-                    "scores": [dataclasses.asdict(one) for one in scores],
-                }
-            )
-        )
+        print(json.dumps(dataclasses.asdict(report)))
         return
-    width = max(len(one.name) for one in scores)
-    for one in scores:
+    width = max(len(one.name) for one in report.scores)
+    for one in report.scores:
         print(f"{one.name:<{width}}  {one.value:6.2f}  {one.signature}")
+
+
+def _report_on_generate(
+    output: scoring.GenerateOutput, references: list[str] | None, romanian: bool, skipped_as_empty: bool
+) -> _Report:
+    report = _Report(len(output.ids), output.skipped)
+    if references is None:
+        report.warnings.append("no sacreBLEU without the raw references; add --ref FILE")
+    else:
+        report.skipped = _skipped(output, len(references), skipped_as_empty)
+        text = dict(zip(output.ids, output.text, strict=True))
+        hypotheses = [text.get(i, "") for i in range(len(references))]
+        report.scores = scoring.score_text(hypotheses, references, romanian)
+        report.warnings += scoring.text_warnings(output.text)
+    report.scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
+    if report.skipped:
+        report.warnings.append(f"generate skipped {_named(report.skipped)}: left out of tokenised BLEU")
+    return report
 
 
 def _read_lines(path: str) -> list[str]:

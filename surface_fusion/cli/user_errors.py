@@ -41,7 +41,7 @@ def user_line(exception: BaseException) -> str | None:
         chain.append(earlier)
     for link in chain:
         if isinstance(link, SurfaceFusionError):
-            return str(link)
+            return " ".join(str(link).split())
     for link in reversed(chain):  # the earliest says most
         line = _known_line(link)
         if line is not None:

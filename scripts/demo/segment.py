@@ -3,7 +3,7 @@
     python segment.py DATA OUT --langs en ro --vocab-size 4000
 
 Reads DATA/{train,valid,test}.LANG (plain text), writes OUT/spm.model and OUT/{train,valid,test}.LANG.
-The same text gives the same files.
+The same text gives the same pieces.
 """
 
 import argparse

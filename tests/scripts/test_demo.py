@@ -1,0 +1,56 @@
+"""The demo's two Python scripts; the demo itself is run, shortened, by continuous integration."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
+
+LOG = """\
+2026-01-01 00:00:00 | INFO | fairseq.trainer | begin training epoch 1
+2026-01-01 00:00:01 | INFO | train_inner | {"epoch": 1, "loss": "9", "nll_loss": "8", "num_updates": "31"}
+2026-01-01 00:00:02 | INFO | valid | {"epoch": 1, "valid_nll_loss": "6", "valid_num_updates": "40"}
+2026-01-01 00:00:03 | INFO | train_inner | {"epoch": 2, "loss": "5", "nll_loss": "4", "num_updates": "62"}
+2026-01-01 00:00:04 | INFO | train | {"epoch": 2, "train_nll_loss": "5", "train_num_updates": "80"}
+2026-01-01 00:00:05 | INFO | valid | {"epoch": 2, "valid_nll_loss": "7", "valid_num_updates": "80"}
+2026-01-01 00:00:06 | INFO | valid | {"epoch": 2, "valid_nll_loss": "3", "valid_num_updates": "80"}
+"""
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DEMO / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_curve_is_read_in_nats_and_a_resumed_training_replaces_its_points(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(LOG)
+    read = script("plot_curve").read
+    ln2 = 0.693147
+    assert dict(read(log, "train_inner")) == pytest.approx({31: 8 * ln2, 62: 4 * ln2}, abs=1e-4)
+    assert dict(read(log, "valid")) == pytest.approx({40: 6 * ln2, 80: 3 * ln2}, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
+def test_curve_is_drawn(tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.log").write_text(LOG)
+    script("plot_curve").draw([tmp_path / "train.log"], tmp_path / name)
+    assert (tmp_path / name).read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["train.log", name])
+
+
+def test_pieces_join_to_the_text(tmp_path: Path) -> None:
+    segment = script("segment")
+    texts = [DEMO / "data" / f"valid.{lang}" for lang in ("en", "ro")]
+    models = [segment.learn(texts, tmp_path / f"{i}.model", 300) for i in range(2)]
+    vocabularies = [[(m.id_to_piece(i), m.get_score(i)) for i in range(300)] for m in models]
+    assert vocabularies[0] == vocabularies[1], "no chance involved"
+    segment.encode(models[0], texts[1], tmp_path / "valid.ro")
+    lines = texts[1].read_text(encoding="utf-8").splitlines()
+    pieces = (tmp_path / "valid.ro").read_text(encoding="utf-8").splitlines()
+    assert [line.replace(" ", "").replace("▁", " ").strip() for line in pieces] == lines
+    assert max(len(line.split()) for line in pieces) > 5

@@ -14,6 +14,9 @@ from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
+# Always there in a checkpoint of the published code, and how it is known.
+PUBLISHED = ("decoder.meanmaxweight", "decoder.tgt_out_dim.weight", "decoder.src_out_dim.weight")
+
 # Parameters that the published code adds to a Transformer, by the start of their names.
 FUSION_PARAMETERS = (
     "decoder.sf_attn.",
@@ -35,12 +38,13 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     """Make *state_dict* fit *model*, in place, as far as that is honest.
 
     * parameters that the published code allocated and never used are dropped, with one log line;
+    * those of a fused model are dropped by a plain one, with a warning;
     * a plain Transformer's checkpoint, which has no fusion parameter at all, keeps the model's fresh ones,
       with one log line.
 
     Raises:
-        SurfaceFusionError: some fusion parameters are missing, one has another shape, or the
-            dictionaries differ in size.
+        SurfaceFusionError: some fusion parameters are missing, some were trained but are not wanted, one
+            has another shape, or the dictionaries differ in size.
     """
     wanted = model.state_dict()
     unused = [
@@ -49,6 +53,16 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
         if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in wanted
     ]
     had_fusion = any(name.startswith(FUSION_PARAMETERS) for name in state_dict)
+    # fc1 and fc2 are allocated where they are used; the attention also for mean and max.
+    never_used = PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
+    published = all(name in state_dict for name in PUBLISHED)
+    for name in unused:
+        known = published and name.startswith(never_used + ENCODER_FUSION_PARAMETERS)
+        if model.cfg.surfacefusion is not None and not known:
+            raise _logged(
+                f"the checkpoint was trained with fusion parameters that this model has no use for "
+                f"({', '.join(unused)}); give the flags that it was trained with"
+            )
     for name in unused:
         del state_dict[name]
     if unused and model.cfg.surfacefusion is None:

@@ -29,8 +29,9 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quiet import silence_harmless_warnings
-from surface_fusion.resume import with_first_epochs_batches
+from surface_fusion.resume import with_advice_on_resets, with_first_epochs_batches
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,15 @@ def explain_bad_checkpoints() -> None:
     Also lets a checkpoint of the published code find its model: it names fairseq's architectures.
     """
 
-    def load(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    def load(
+        original: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if arg_overrides is not None and not isinstance(arg_overrides, dict):
+            raise SurfaceFusionError(
+                f"--model-overrides {arg_overrides} is no dictionary; give one, like \"{{'sf_gate': 0.9}}\""
+            )
         try:
-            return original(path, *args, **kwargs)
+            return original(path, arg_overrides, *args, **kwargs)
         except FileNotFoundError:
             raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
         except SurfaceFusionError:
@@ -147,14 +154,35 @@ def missing_data_folder(folder: str) -> SurfaceFusionError:
 
 
 def keep_last_batch() -> None:
-    """Batch every sentence (fs 5036): ``batch_by_size`` drops a last batch that is no multiple of 8."""
+    """Batch every sentence (fs 5036): ``batch_by_size`` drops a last batch that is no multiple of 8.
 
-    def batch(original: Callable[..., Any], indices: Any, *args: Any, **kwargs: Any) -> Any:
+    A sentence that alone is more than ``--max-tokens`` is skipped and counted; fairseq does so in training
+    only, and dies of it elsewhere.
+    """
+
+    def batch(
+        original: Callable[..., Any],
+        indices: Any,
+        num_tokens_fn: Callable[[int], int],
+        num_tokens_vec: Any = None,
+        max_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if not isinstance(indices, np.ndarray):
             indices = np.fromiter(indices, dtype=np.int64, count=-1)
+        if max_tokens is not None and kwargs.get("fixed_shapes") is None:
+            sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
+            fits = np.asarray(sizes) <= max_tokens
+            if not fits.all():
+                logger.warning(
+                    f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
+                    f"first few sample ids={indices[~fits][:10].tolist()}"
+                )
+                indices = indices[fits]
+                num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
         if len(indices) == 0:
             return []  # fairseq looks for a last batch and fails
-        batches = list(original(indices, *args, **kwargs))
+        batches = list(original(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
         kept = sum(len(b) for b in batches)
         if kept < len(indices) and kwargs.get("fixed_shapes") is None:
             batches.append(indices[kept:])
@@ -218,53 +246,6 @@ def mend_replace_unk() -> None:
     _wrap(utils, "load_align_dict", load)
 
 
-def try_longest_batch_first() -> None:
-    """Run out of memory before training starts, not hours into the first epoch (fs 2867).
-
-    The batch with the most padded tokens goes forward and backward once, beside the room that Adam will
-    take. Nothing is learnt from it: the gradient is zeroed, and fairseq seeds each update anew.
-    """
-
-    def remember(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        iterator = original(trainer, *args, **kwargs)
-        if not hasattr(trainer, "longest_batch_tried"):
-            trainer.longest_batch_iterator = iterator
-        return iterator
-
-    def begin(original: Callable[..., Any], trainer: Any, epoch: int) -> Any:
-        result = original(trainer, epoch)
-        iterator = vars(trainer).pop("longest_batch_iterator", None)
-        trainer.longest_batch_tried = True
-        batches = getattr(iterator, "frozen_batches", None)
-        if batches is not None and not trainer.tpu and not trainer.is_fsdp:
-            size = [len(batch) * max(map(iterator.dataset.num_tokens, batch)) for batch in batches]
-            longest = batches[int(np.argmax(size))]
-            _try_batch(trainer, iterator.collate_fn([iterator.dataset[i] for i in longest]))
-        return result
-
-    _wrap(Trainer, "get_train_iterator", remember)
-    _wrap(Trainer, "begin_epoch", begin)
-
-
-def _try_batch(trainer: Any, batch: Any) -> None:
-    sample, _ = trainer._prepare_sample(batch)
-    shape = " x ".join(str(n) for n in sample["net_input"]["prev_output_tokens"].shape)
-    try:
-        adam = [torch.empty((2, p.numel()), device=p.device) for p in trainer.model.parameters()]
-        trainer.task.train_step(
-            sample, trainer.model, trainer.criterion, trainer.optimizer, trainer.get_num_updates(), True
-        )
-        del adam
-    except torch.cuda.OutOfMemoryError as error:
-        raise SurfaceFusionError(
-            f"the longest batch ({shape} target tokens) does not fit into the memory of the GPU; lower "
-            f"--max-tokens ({trainer.cfg.dataset.max_tokens}) and raise --update-freq to make up for it"
-        ) from error
-    finally:
-        trainer.zero_grad()
-    logger.info(f"the longest batch ({shape} target tokens) fits into memory")
-
-
 def allow_second_copy() -> None:
     """Take ``--user-dir`` for what it is when this package is imported already (fs 2081).
 
@@ -313,6 +294,8 @@ def apply() -> None:
     skip_overlong_sentences()
     mend_diverse_beam()
     mend_replace_unk()
-    try_longest_batch_first()
     allow_second_copy()
     _wrap(FairseqTask, "get_batch_iterator", with_first_epochs_batches)
+    _wrap(Trainer, "load_checkpoint", with_advice_on_resets)
+    _wrap(Trainer, "get_train_iterator", remember_batches)
+    _wrap(Trainer, "begin_epoch", try_longest_batch)

@@ -7,6 +7,7 @@ and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_n
 import argparse
 import difflib
 import logging
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
@@ -26,6 +27,9 @@ FusionMode = ChoiceEnum(list(MODES))  # type: ignore[no-untyped-call]
 
 SECTIONS = ("encoder", "decoder", "quant_noise")
 """Nested configurations of fairseq's Transformer; ``--encoder-layers`` is ``encoder.layers``."""
+
+FUSION_ONLY = ("sf_mode", "sf_gate", "sf_softmax_tau", "sf_renormalize", "sf_linear", "sf_idx")
+"""Fields that mean something with ``--surfacefusion`` only."""
 
 # Published flags of models that this version cannot build: (attribute, value that asks for it).
 NOT_SUPPORTED_YET = (
@@ -190,7 +194,8 @@ class SurfaceFusionConfig(TransformerConfig):
             if self.__dict__.get(name):
                 logger.warning(
                     f"--{name.replace('_', '-')} {self.__dict__[name]} of the published code is not "
-                    "supported by this version yet: translations do not change, but further training is without it"
+                    "supported by this version yet: translations do not change, but further training is "
+                    "without it"
                 )
         heads = (
             ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),
@@ -215,6 +220,11 @@ class SurfaceFusionConfig(TransformerConfig):
             )
         if self.surfacefusion is not None:
             self._check_fusion()
+            return
+        idle = [f for f in fields(self) if f.name in FUSION_ONLY and getattr(self, f.name) != f.default]
+        if idle:
+            flags = ", ".join("--" + f.name.replace("_", "-") for f in idle)
+            logger.warning(f"{flags}: without effect, since --surfacefusion is not given")
 
     def _check_fusion(self) -> None:
         if self.surfacefusion not in SOURCES:
@@ -227,6 +237,11 @@ class SurfaceFusionConfig(TransformerConfig):
             raise SurfaceFusionError(
                 f"--sf-gate {self.sf_gate} is outside [0, 1]; give the weight of the target branch, or 0 "
                 "for a learned gate"
+            )
+        if not 0 <= self.sf_softmax_tau < math.inf:
+            raise SurfaceFusionError(
+                f"--sf-softmax-tau {self.sf_softmax_tau} is no factor for the surface logits; give a number "
+                "from 0 (no surface) up"
             )
         if self.sf_renormalize and not self.mode.gated:
             raise SurfaceFusionError(

@@ -1,7 +1,12 @@
-"""A resumed training sees the data that the interrupted one would have seen (fs 781, 5387, 848)."""
+"""A resumed training sees the data that the interrupted one would have seen (fs 781, 5387, 848).
+
+And where the checkpoint's state does not fit the training, fairseq's remedy is named.
+"""
 
 from collections.abc import Callable
 from typing import Any
+
+from surface_fusion.errors import SurfaceFusionError
 
 
 def with_first_epochs_batches(
@@ -26,3 +31,27 @@ def with_first_epochs_batches(
     dataset.set_epoch(epoch)
     iterator.epoch = epoch
     return iterator
+
+
+def with_advice_on_resets(
+    load_checkpoint: Callable[..., Any], trainer: Any, filename: str, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``Trainer.load_checkpoint``, whose failures say which state does not fit.
+
+    Raises:
+        SurfaceFusionError: the optimizer's or the learning-rate schedule's state is of another training.
+    """
+    try:
+        return load_checkpoint(trainer, filename, *args, **kwargs)
+    except ValueError as error:
+        if "parameter group" not in str(error):
+            raise
+        raise SurfaceFusionError(
+            f"the optimizer state in {filename} is of other parameters than this model's; add "
+            "--reset-optimizer"
+        ) from error
+    except KeyError as error:
+        raise SurfaceFusionError(
+            f"{filename} has no {error} for this training's optimizer or learning-rate schedule; add "
+            "--reset-lr-scheduler or --reset-optimizer"
+        ) from error

@@ -229,3 +229,20 @@ def test_a_pruned_checkpoint_file(tmp_path: Path) -> None:
     (loaded,), _, _ = load_model_ensemble_and_task([path], {"decoder_layers_to_keep": "0,2"})
     assert (len(loaded.encoder.layers), len(loaded.decoder.layers)) == (3, 2)
     assert torch.equal(loaded.decoder.layers[1].fc1.weight, trained.decoder.layers[2].fc1.weight)
+
+
+@pytest.mark.parametrize(
+    "trained, wanted, name",
+    [
+        (ATT, (*ATT, "--no-sf-ffn"), "decoder.fc1.weight"),
+        ((*ATT, "--sf-linear"), ATT, "decoder.tgt_out_dim.weight"),
+        (ATT, ("--surfacefusion", "mean", "--sf-gate", "0.8"), "decoder.sf_attn.q_proj.weight"),
+    ],
+    ids=["ffn", "linear", "attention"],
+)
+def test_trained_parameters_are_not_dropped(
+    trained: tuple[str, ...], wanted: tuple[str, ...], name: str
+) -> None:
+    state = dict(shaken(*trained).state_dict())
+    with pytest.raises(SurfaceFusionError, match=f"fusion parameters that this model has no use for.*{name}"):
+        load(wanted, state)

@@ -21,7 +21,6 @@ import torch
 from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils
 from fairseq.tasks import FairseqTask
-from fairseq.trainer import Trainer
 
 from surface_fusion import SurfaceFusionError, quiet
 from tests.tiny import data_folder
@@ -163,6 +162,22 @@ def test_every_sentence_is_batched_once_and_in_order(n: int, multiple: int) -> N
     assert all(len(batch) * 5 <= 100 for batch in batches)
 
 
+def test_a_sentence_longer_than_max_tokens_is_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = np.array([5, 600, 7])
+    for vec in (sizes, None):
+        batches = data_utils.batch_by_size(
+            np.arange(3), num_tokens_fn=lambda i: sizes[i], num_tokens_vec=vec, max_tokens=400
+        )
+        assert [i for batch in batches for i in batch] == [0, 2]
+    message = "1 samples are longer than --max-tokens 400 and will be skipped, first few sample ids=[1]"
+    assert caplog.messages == [message, message]
+
+
+def test_overrides_that_are_no_dictionary() -> None:
+    with pytest.raises(SurfaceFusionError, match=r"--model-overrides \[1\] is no dictionary"):
+        checkpoint_utils.load_checkpoint_to_cpu("any.pt", [1])
+
+
 def pairs(*sizes: int) -> LanguagePairDataset:
     words = Dictionary()
     rows = [torch.full((n,), words.eos()) for n in sizes]
@@ -286,68 +301,3 @@ def test_importing_the_package_says_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", "import surface_fusion"], capture_output=True, text=True)
     ours = [line for line in (done.stdout + done.stderr).splitlines() if "SyntaxWarning" not in line]
     assert (done.returncode, ours) == (0, [])
-
-
-# -- memory -------------------------------------------------------------------------------------
-
-
-class FakeTrainer:
-    """As much of fairseq's trainer as the trial of the longest batch touches."""
-
-    def __init__(self, sizes: list[int], limit: int) -> None:
-        self.tpu = self.is_fsdp = False
-        self.model = torch.nn.Linear(2, 2)
-        self.criterion = self.optimizer = None
-        self.cfg = SimpleNamespace(dataset=SimpleNamespace(max_tokens=100))
-        self.seen: list[tuple[int, ...]] = []
-        self.zeroed = 0
-        batches = [[0, 1], [2, 3], [4]]
-        self.longest_batch_iterator = SimpleNamespace(
-            frozen_batches=batches,
-            dataset=type(
-                "Sizes", (), {"num_tokens": lambda _, i: sizes[i], "__getitem__": lambda _, i: sizes[i]}
-            )(),
-            collate_fn=lambda rows: {"net_input": {"prev_output_tokens": torch.zeros(len(rows), max(rows))}},
-        )
-
-        def train_step(sample, model, criterion, optimizer, update_num, ignore_grad):
-            assert ignore_grad
-            shape = tuple(sample["net_input"]["prev_output_tokens"].shape)
-            self.seen.append(shape)
-            if shape[0] * shape[1] > limit:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-        self.task = SimpleNamespace(train_step=train_step, begin_epoch=lambda *_: None)
-        self.quantizer = None
-
-    def lr_step_begin_epoch(self, epoch: int) -> None:
-        pass
-
-    def get_model(self) -> torch.nn.Module:
-        return self.model
-
-    def get_num_updates(self) -> int:
-        return 0
-
-    def _prepare_sample(self, batch: dict) -> tuple[dict, bool]:
-        return batch, False
-
-    def zero_grad(self) -> None:
-        self.zeroed += 1
-
-
-def test_the_batch_with_the_most_padded_tokens_is_tried_once() -> None:
-    trainer = FakeTrainer([3, 5, 2, 7, 9], limit=100)  # padded: 10, 14, 9
-    Trainer.begin_epoch(trainer, 1)
-    Trainer.begin_epoch(trainer, 2)
-    assert trainer.seen == [(2, 7)]
-    assert trainer.zeroed == 1
-
-
-def test_a_batch_that_does_not_fit_is_named() -> None:
-    trainer = FakeTrainer([3, 5, 2, 7, 9], limit=13)
-    with pytest.raises(
-        SurfaceFusionError, match=r"longest batch \(2 x 7 target tokens\).*--max-tokens \(100\)"
-    ):
-        Trainer.begin_epoch(trainer, 1)
-    assert trainer.zeroed == 1

@@ -422,3 +422,17 @@ def test_published_word_dropout_is_remarked_on(caplog: pytest.LogCaptureFixture)
         "--target-word-dropout 0.1 of the published code is not supported by this version yet: translations "
         "do not change, but further training is without it"
     ]
+
+
+@pytest.mark.parametrize("tau", ["nan", "inf", "-1"])
+def test_tau_is_checked(tau: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=f"--sf-softmax-tau {float(tau)} is no factor"):
+        build(*ATT, "--sf-mode", "soft", "--sf-softmax-tau", tau)
+
+
+def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    build("--sf-mode", "soft", "--sf-idx", "0")
+    assert "--sf-mode, --sf-idx: without effect, since --surfacefusion is not given" in caplog.messages
+    caplog.clear()
+    build()
+    assert caplog.messages == []

@@ -181,6 +181,7 @@ def test_resume_needs_reset_optimizer(run_fairseq: RunFairseq, data: Path, tmp_p
     )
     assert done.returncode != 0
     assert re.search(r"dropped 3 parameters .* add --reset-optimizer", done.stdout)
+    assert re.search(r"SurfaceFusionError: the optimizer state in .* add --reset-optimizer", done.stdout)
 
 
 def test_finetune_from_a_plain_transformer(

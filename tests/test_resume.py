@@ -8,6 +8,9 @@ import torch
 from fairseq.data import Dictionary, LanguagePairDataset
 from fairseq.tasks import FairseqTask
 
+from surface_fusion import SurfaceFusionError
+from surface_fusion.resume import with_advice_on_resets
+
 
 def dataset() -> LanguagePairDataset:
     words = Dictionary()
@@ -47,3 +50,30 @@ def test_batches_that_are_made_anew_each_epoch_stay_so():
     assert resumed == {epoch: whole[epoch] for epoch in (2, 3)}
     groups = [sorted(map(sorted, whole[epoch])) for epoch in (1, 2)]
     assert groups[0] != groups[1]
+
+
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (
+            ValueError("loaded state dict contains a parameter group"),
+            "add --reset-optimizer",
+        ),
+        (KeyError("best"), "first.pt has no 'best' .* add --reset-lr-scheduler"),
+    ],
+    ids=["optimizer", "schedule"],
+)
+def test_state_that_does_not_fit_is_answered_with_the_remedy(error, advice):
+    def load_checkpoint(trainer, filename, **kwargs):
+        raise error
+
+    with pytest.raises(SurfaceFusionError, match=advice):
+        with_advice_on_resets(load_checkpoint, None, "first.pt", reset_optimizer=False)
+
+
+def test_other_errors_are_left_alone():
+    def load_checkpoint(trainer, filename):
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        with_advice_on_resets(load_checkpoint, None, "first.pt")

@@ -4,11 +4,12 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from fairseq import checkpoint_utils
+import torch
 
 from surface_fusion import averaging
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.errors import SurfaceFusionError
 
 SUMMARY = "average the parameters of checkpoints into one"
 
@@ -48,8 +49,18 @@ def run(argv: Sequence[str]) -> None:
         paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
+    if os.path.exists(args.output) and not os.path.isfile(args.output):
+        parser.error(f"{args.output} is no file that could be written over; give another name")
     with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
         state = averaging.average_checkpoints(paths)
-    checkpoint_utils.torch_persistent_save(state, args.output)
+    beside = f"{args.output}.new"
+    try:
+        torch.save(state, beside)
+        os.replace(beside, args.output)
+    except (OSError, RuntimeError) as error:
+        raise SurfaceFusionError(f"cannot write {args.output}: {error}; give another place") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
     size = os.path.getsize(args.output) / 1e6
     print(f"{args.output}: the mean of {len(paths)} checkpoints, {', '.join(paths)} ({size:.1f} MB)")

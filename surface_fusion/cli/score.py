@@ -103,7 +103,7 @@ def _report_on_generate(
 def _read_lines(path: str) -> list[str]:
     """The lines of *path*, split at line feeds only."""
     try:
-        with open(path, encoding="utf-8", newline="\n") as file:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:  # Windows editors add a mark
             return [line.rstrip("\r\n") for line in file]
     except UnicodeDecodeError as error:
         raise SurfaceFusionError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error

@@ -1,5 +1,7 @@
 """``surface-fusion average``: which checkpoints, what is said, what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -70,3 +72,20 @@ def test_another_model_is_refused_by_parameter_and_file(command, checkpoint, tmp
     result = command("average", checkpoint, tmp_path / "other.pt", "-o", mean)
     assert result.status == 2 and not mean.exists()
     assert "decoder.fc1.bias" in result.err and "other.pt" in result.err and result.err.count("\n") == 1
+
+
+def test_a_folder_is_not_written_over(command, checkpoint, tmp_path):
+    result = command("average", checkpoint, "-o", tmp_path)
+    assert result.status == 2 and "is no file that could be written over" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing(command, checkpoint, tmp_path, monkeypatch):
+    def full(state, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    result = command("average", checkpoint, "-o", tmp_path / "mean.pt")
+    assert result.status == 2 and "mean.pt: [Errno 28] No space left on device" in result.err
+    assert list(tmp_path.iterdir()) == []

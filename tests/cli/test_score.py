@@ -152,3 +152,10 @@ def test_fewer_references_than_translations_are_refused(command, generated, text
     result = command("score", "--generate-output", generated, "--ref", texts[1], "--skipped-as-empty")
     assert result.status == 2
     assert "1 reference lines but 2 translated sentences; give the references" in result.err
+
+
+def test_a_byte_order_mark_is_no_text(command, texts):
+    hyp, ref = texts
+    ref.write_text("\ufeff" + hyp.read_text(encoding="utf-8"), encoding="utf-8")
+    result = command("score", "--hyp", hyp, "--ref", ref, "--json")
+    assert json.loads(result.out)["scores"][0]["value"] == pytest.approx(100)

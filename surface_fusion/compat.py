@@ -56,7 +56,8 @@ def allow_checkpoint_classes() -> None:
     Namespace: arguments. numpy: BLEU values of ``--eval-bleu`` runs, under numpy 1 and 2 names. omegaconf and
     the rest: a resume by several processes sends the whole state through ``torch.load``.
     """
-    multiarray = sys.modules["numpy._core.multiarray" if hasattr(np, "_core") else "numpy.core.multiarray"]
+    # numpy 1.26 has a numpy._core too, but not with everything in it.
+    multiarray = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
     numpy_functions = [
         (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
         for core in ("core", "_core")

@@ -2,11 +2,13 @@
 
     python plot_curve.py LOG [LOG ...] -o CURVE.png
 
-LOG is what ``fairseq-train --log-format json`` printed; a resumed training appends to it.
+LOG is what ``fairseq-train --log-format json`` or ``fairseq-hydra-train`` printed; a resumed training appends
+to it.
 """
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 
@@ -17,19 +19,17 @@ import matplotlib.pyplot as plt
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
-    """(update, loss in nats a token) of *subset* (``train_inner`` or ``valid``); a later line wins.
+    """(update, loss in nats a token) of *subset* (``train`` or ``valid``); a later line wins.
 
-    fairseq logs losses in bits.
+    fairseq logs losses in bits; the averages of an epoch (``train_...``) are left out.
     """
+    prefix = "valid_" if subset == "valid" else ""
     curve = {}
     for line in log.read_text(encoding="utf-8").splitlines():
-        start = line.find("{")
-        if f"| {subset} | {{" not in line or start < 0:
-            continue
-        stats = json.loads(line[start:])
-        prefix = "valid_" if subset == "valid" else ""
-        update = int(stats.get(f"{prefix}num_updates", stats.get("num_updates", 0)))
-        curve[update] = float(stats[f"{prefix}nll_loss"]) * 0.6931471805599453
+        start = line.find('{"epoch": ')
+        stats = json.loads(line[start:]) if start >= 0 else {}
+        if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
+            curve[int(stats[f"{prefix}num_updates"])] = float(stats[f"{prefix}nll_loss"]) * math.log(2)
     return sorted(curve.items())
 
 
@@ -38,10 +38,11 @@ def draw(logs: list[Path], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for i, log in enumerate(logs):
         name = f"{log.parent.name}: " if len(logs) > 1 else ""
-        for subset, label, style in (("train_inner", "training", ":"), ("valid", "validation", "o-")):
+        for subset, label, style in (("train", "training", ":"), ("valid", "validation", "o-")):
             points = read(log, subset)
-            if points:
-                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=name + label)
+            if not points:
+                raise SystemExit(f"{log} has no {label} losses; was it written with --log-format json?")
+            axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=name + label)
     axes.set_xlabel("updates")
     axes.set_ylabel("negative log-likelihood (nats per token)")
     axes.set_title("Learning curve")

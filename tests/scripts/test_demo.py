@@ -31,7 +31,7 @@ def test_curve_is_read_in_nats_and_a_resumed_training_replaces_its_points(tmp_pa
     log.write_text(LOG)
     read = script("plot_curve").read
     ln2 = 0.693147
-    assert dict(read(log, "train_inner")) == pytest.approx({31: 8 * ln2, 62: 4 * ln2}, abs=1e-4)
+    assert dict(read(log, "train")) == pytest.approx({31: 8 * ln2, 62: 4 * ln2}, abs=1e-4)
     assert dict(read(log, "valid")) == pytest.approx({40: 6 * ln2, 80: 3 * ln2}, abs=1e-4)
 
 
@@ -54,3 +54,17 @@ def test_pieces_join_to_the_text(tmp_path: Path) -> None:
     pieces = (tmp_path / "valid.ro").read_text(encoding="utf-8").splitlines()
     assert [line.replace(" ", "").replace("▁", " ").strip() for line in pieces] == lines
     assert max(len(line.split()) for line in pieces) > 5
+
+
+def test_a_log_without_losses_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("nothing of the kind\n")
+    with pytest.raises(SystemExit, match=r"train\.log has no training losses"):
+        script("plot_curve").draw([tmp_path / "train.log"], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(line.split(" | ")[-1] for line in LOG.splitlines()))
+    assert [update for update, _ in script("plot_curve").read(log, "train")] == [31, 62]
+    assert [update for update, _ in script("plot_curve").read(log, "valid")] == [40, 80]

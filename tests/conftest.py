@@ -33,6 +33,9 @@ def run_fairseq() -> RunFairseq:
     def run(verb: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         script = Path(sys.executable).with_name(f"fairseq-{verb}")
         command = [str(script)] if script.exists() else [sys.executable, "-m", f"fairseq_cli.{verb}"]
+        if verb == "generate" and "--num-workers" not in args:
+            # fairseq forks its data worker from a thread, which now and then hangs on a busy machine.
+            args += ("--num-workers", 0)
         done = subprocess.run(
             [*command, *map(str, args), "--user-dir", str(USER_DIR)],
             stdout=subprocess.PIPE,

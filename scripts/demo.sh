@@ -64,7 +64,7 @@ fi
 step "Translating the test set, beam 4"
 # The last checkpoint: the learning rate has gone down to 0 by then.
 surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_last.pt" \
-    --beam 4 --lenpen 1.0 --max-tokens 4000 --remove-bpe sentencepiece >"$run/generate.txt.new"
+    --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece >"$run/generate.txt.new"
 mv "$run/generate.txt.new" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
 paste "$data/test.en" "$run/test.hyp.ro" | head -n 5 | sed 's/\t/\n    /'

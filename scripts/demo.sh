@@ -67,7 +67,7 @@ surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/che
     --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece >"$run/generate.txt.new"
 mv "$run/generate.txt.new" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
-paste "$data/test.en" "$run/test.hyp.ro" | head -n 5 | sed 's/\t/\n    /'
+paste "$data/test.en" "$run/test.hyp.ro" | sed -n '1,5{s/\t/\n    /;p}'
 
 step "Scores against $data/test.ro"
 surface-fusion score --hyp "$run/test.hyp.ro" --ref "$data/test.ro" --romanian | tee "$run/scores.txt"

@@ -127,7 +127,9 @@ def explain_missing_data() -> None:
         folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
         for folder in folders:
             if "://" not in folder and not os.path.isdir(folder):
-                raise missing_data_folder(folder)
+                raise SurfaceFusionError(
+                    f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
+                )
         try:
             return original(cfg, **kwargs)
         except FileNotFoundError as error:
@@ -145,13 +147,6 @@ def explain_missing_data() -> None:
 
     _wrap(tasks, "setup_task", setup)
     _wrap(data_utils, "load_indexed_dataset", load)
-
-
-def missing_data_folder(folder: str) -> SurfaceFusionError:
-    """The error for a data folder that is not there."""
-    return SurfaceFusionError(
-        f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
-    )
 
 
 def keep_last_batch() -> None:

@@ -125,6 +125,13 @@ class SurfaceFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
     )
+    sf_plain: bool = field(
+        default=False,
+        metadata={
+            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones "
+            "are tested against"
+        },
+    )
 
     def __post_init__(self) -> None:
         # fairseq's defaults of the nested sections are the classes: a change would be everybody's.

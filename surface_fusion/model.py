@@ -11,6 +11,7 @@ from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.groups import group_parameters
 from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
@@ -44,7 +45,9 @@ class SurfaceFusionModel(TransformerModelBase):
                 f"--share-all-embeddings needs one dictionary, but the source has {len(src_dict)} entries "
                 f"and the target {len(tgt_dict)}; preprocess with --joined-dictionary, or leave the flag out"
             )
-        return super().build_model(cfg, task)
+        model: SurfaceFusionModel = super().build_model(cfg, task)
+        group_parameters(model)
+        return model
 
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:

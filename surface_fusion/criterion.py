@@ -1,0 +1,188 @@
+"""``--criterion fused_label_smoothed_cross_entropy``: the loss of ``label_smoothed_cross_entropy``, fast.
+
+Three ways lead to the same number, the first that fits is taken for the whole training, and one line of
+the log says which:
+
+1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``fast/step.py``);
+2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
+3. ``--sf-plain``: as fairseq does.
+
+In hard fusion it also logs ``normalized_ppl``, the perplexity of the distribution made to sum to 1.
+"""
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.logging import metrics
+from torch import Tensor
+
+from surface_fusion.distributions import at_least_float32
+from surface_fusion.fast.eligibility import why_not_fused, why_not_packed
+from surface_fusion.fast.flat import flat_of
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from surface_fusion.fast.step import PackedStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FusedLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    """Flags of ``label_smoothed_cross_entropy``, and the one that turns all fast paths off."""
+
+    sf_plain: bool = field(
+        default=False,
+        metadata={
+            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones are "
+            "tested against"
+        },
+    )
+
+
+@register_criterion("fused_label_smoothed_cross_entropy", dataclass=FusedLabelSmoothedCrossEntropyConfig)
+class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
+    """See the module's head."""
+
+    def __init__(
+        self,
+        task: Any,
+        sentence_avg: bool,
+        label_smoothing: float,
+        ignore_prefix_size: int = 0,
+        report_accuracy: bool = False,
+        sf_plain: bool = False,
+    ) -> None:
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self.sf_plain = sf_plain
+        self._way: str | PackedStep | None = None
+
+    def forward(
+        self, model: Any, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, Any, dict[str, Any]]:
+        """As fairseq's: the summed loss, the sample size and what to log."""
+        way = self._way_for(model) if reduce else "plain"
+        if isinstance(way, PackedStep):
+            losses = way.train(sample) if model.training else way.evaluate(sample)
+        elif way == "fused":
+            losses = self._fused(model, sample)
+        else:
+            losses = self._plain(model, sample, reduce)
+        sentences = sample["target"].shape[0]
+        sample_size = sentences if self.sentence_avg else sample["ntokens"]
+        logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
+        if reduce and _hard(model):
+            logged["normalized_nll_loss"] = losses.normalized_nll
+        if isinstance(way, PackedStep) and model.training:
+            logged = self._on_host(logged)
+        logging_output = {
+            **logged,
+            "ntokens": sample["ntokens"],
+            "nsentences": sentences,
+            "sample_size": sample_size,
+        }
+        if self.report_accuracy:
+            with torch.no_grad():
+                correct, total = self.compute_accuracy(model, model(**sample["net_input"]), sample)
+            logging_output["n_correct"] = utils.item(correct)
+            logging_output["total"] = utils.item(total)
+        return losses.loss, sample_size, logging_output
+
+    def _way_for(self, model: Any) -> str | PackedStep:
+        """Decided once: all processes of a training must go the same way."""
+        if self._way is None:
+            self._way, said = self._decide(_unwrapped(model))
+            logger.info(f"fused_label_smoothed_cross_entropy: {said}")
+        return self._way
+
+    def _decide(self, model: Any) -> tuple[str | PackedStep, str]:
+        reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
+        if reason is not None:
+            return "plain", f"the plain loss, because of {reason}"
+        flat = flat_of(model)
+        reason = why_not_packed(model) if flat is not None else "an optimizer that is not flat_adam"
+        if reason is not None or flat is None:
+            return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
+        step = PackedStep(PackedTransformer(model, flat), self.eps, self.ignore_prefix_size)
+        where = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
+        return step, f"batches without padding, {where}"
+
+    def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
+        decoder = _unwrapped(model).decoder
+        features = model(**sample["net_input"], features_only=True)[0]
+        target = sample["target"]
+        keep = target.ne(self.padding_idx)
+        weight = keep.float()
+        weight[:, : self.ignore_prefix_size] = 0
+        # Real tokens first, in order: their number is known without asking the GPU.
+        rows = keep.flatten().byte().argsort(descending=True, stable=True)[: sample["ntokens"]]
+        features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
+        gate: Tensor | float | None = None
+        if features.dim() == 3:
+            gate = decoder._gate(features).squeeze(-1) if decoder.cfg.learned_gate else decoder.cfg.sf_gate
+        return linear_cross_entropy(
+            features,
+            decoder.output_projection.weight,
+            target,
+            weight.squeeze(-1),
+            smoothing=self.eps,
+            gate=gate,
+        )
+
+    def _plain(self, model: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:
+        net_output = model(**sample["net_input"])
+        loss, nll = self.compute_loss(model, net_output, sample, reduce=reduce)
+        normalized = nll.detach()
+        if reduce and _hard(model):
+            with torch.no_grad():
+                log_probs, target = self.get_lprobs_and_target(model, net_output, sample)
+                total = at_least_float32(log_probs).logsumexp(dim=-1)
+                normalized = normalized + total[target.ne(self.padding_idx)].sum()
+        return LinearCrossEntropy(loss, nll, normalized)
+
+    def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values on the CPU, without waiting for them: the trainer waits for the gradient's norm first.
+
+        With several processes fairseq sums them over processes before it does, so there they stay.
+        """
+        one = next(iter(logged.values()))
+        if not one.is_cuda or (
+            torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        ):
+            return logged
+        values = torch.empty(len(logged), pin_memory=True)
+        values.copy_(torch.stack(list(logged.values())), non_blocking=True)
+        return dict(zip(logged, values.unbind(), strict=True))
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """As fairseq's, and the normalised perplexity."""
+        super().reduce_metrics(logging_outputs)
+        if any("normalized_nll_loss" in log for log in logging_outputs):
+            total = sum(log.get("normalized_nll_loss", 0) for log in logging_outputs)
+            ntokens = sum(log.get("ntokens", 0) for log in logging_outputs)
+            metrics.log_scalar("normalized_nll_loss", total / ntokens / math.log(2), ntokens, round=3)
+            metrics.log_derived(
+                "normalized_ppl", lambda meters: utils.get_perplexity(meters["normalized_nll_loss"].avg)
+            )
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside fairseq's distributed wrappers."""
+    while not hasattr(type(model), "build_model") and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _hard(model: Any) -> bool:
+    """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
+    cfg = getattr(getattr(_unwrapped(model), "decoder", None), "cfg", None)
+    return bool(getattr(cfg, "surfacefusion", None) and cfg.mode.gated and not cfg.sf_renormalize)

@@ -1,0 +1,279 @@
+"""fairseq's Transformer with surface fusion on packed rows: what a training step computes.
+
+The same function of the same parameters as the modules' own forward (the oracle), with fewer and
+larger products: q, k and v of a self-attention are one, k and v of all decoder layers' attentions to the
+encoder are one, and both branches pass the output's feed-forward layer together. Rows are N x C, see
+``packed.py``.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surface_fusion.fast.attention import attend
+from surface_fusion.fast.elementwise import activate, add_and_norm, drop
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.groups import memory_projections, self_projections
+from surface_fusion.fast.packed import PackedBatch, PackedRows
+from surface_fusion.pooling import PUBLISHED_FIRST_ID
+
+
+class Encoded(NamedTuple):
+    """What the decoder reads: outputs by encoder layer (-1: the last), M x C each, and the surface."""
+
+    memories: dict[int, Tensor]
+    surface: Tensor
+
+
+class Features(NamedTuple):
+    """What the output embedding projects: N x C, or N x 2 x C with the gate of the first, N or a number."""
+
+    rows: Tensor
+    gate: Tensor | float | None
+
+
+class PackedTransformer:
+    """A model's parameters, as leaves whose gradients go into the flat buffer, and its forward.
+
+    Args:
+        model: a :class:`surface_fusion.model.SurfaceFusionModel`.
+        flat: what its parameters are views of.
+    """
+
+    def __init__(self, model: Any, flat: FlatParameters) -> None:
+        self.cfg = model.decoder.cfg
+        self.encoder, self.decoder = model.encoder, model.decoder
+        self.flat = flat
+        self.training = True
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        """Where the gradient of each leaf is added."""
+        self._known: dict[Any, Tensor] = {}
+        self._memory_projections = memory_projections(self.decoder)
+
+    # Parameters
+
+    def _leaf(self, key: Any, data: Tensor, gradient: Tensor | None) -> Tensor:
+        if key not in self._known:
+            leaf = data.detach()
+            if gradient is not None:
+                leaf.requires_grad_()
+                self.leaves.append(leaf)
+                self.gradients.append(gradient)
+            self._known[key] = leaf
+        return self._known[key]
+
+    def _of(self, parameter: nn.Parameter) -> Tensor:
+        gradient = self.flat.view(parameter, self.flat.grad) if parameter.requires_grad else None
+        return self._leaf(id(parameter), parameter, gradient)
+
+    def _linear(self, x: Tensor, module: Any) -> Tensor:
+        return F.linear(x, self._of(module.weight), None if module.bias is None else self._of(module.bias))
+
+    def _linears(self, x: Tensor, modules: list[Any]) -> Tensor:
+        """Several linear maps of the same rows, side by side in the result."""
+
+        def together(parameters: list[Any]) -> Tensor:
+            name = parameters[0].flat_group[0]
+            if name not in self._known and not parameters[0].requires_grad:
+                return self._leaf(name, torch.cat([p.detach() for p in parameters]), None)
+            return self._leaf(name, *self.flat.group_view(name))
+
+        return F.linear(x, together([m.weight for m in modules]), together([m.bias for m in modules]))
+
+    def _norm(self, x: Tensor, module: Any) -> Tensor:
+        return F.layer_norm(
+            x, module.normalized_shape, self._of(module.weight), self._of(module.bias), module.eps
+        )
+
+    # Sublayers
+
+    def _drop(self, x: Tensor, module: Any) -> Tensor:
+        return drop(x, self._rate(module))
+
+    def _rate(self, module: Any) -> float:
+        return module.p if self.training else 0.0
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norm: Any, layer: Any) -> tuple[Tensor, Tensor]:
+        """The residual stream after a sublayer's output *x*, and what the next sublayer reads."""
+        rate = self._rate(layer.dropout_module)
+        if norm is None:
+            residual = residual + drop(x, rate)
+            return residual, residual
+        affine = self._of(norm.weight), self._of(norm.bias)
+        residual, normed = add_and_norm(x, residual, *affine, rate=rate, eps=norm.eps)
+        return (residual if layer.normalize_before else normed), normed
+
+    def _feed_forward(self, x: Tensor, layer: Any, dropout: Any) -> Tensor:
+        hidden = activate(self._linear(x, layer.fc1), layer.activation_fn, self._rate(dropout))
+        return self._linear(hidden, layer.fc2)
+
+    def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
+        attention = layer.self_attn
+        qkv = self._linears(x, self_projections(layer)).view(len(x), 3, attention.num_heads, -1)
+        rate = self._rate(attention.dropout_module)
+        read = attend(*qkv.unbind(1), rows, rows, causal=causal, dropout=rate)
+        return self._linear(read.flatten(1), attention.out_proj)
+
+    # Encoder
+
+    def _embed(self, stack: Any, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """The scaled embeddings, and what the first layer reads but for dropout: N x C each."""
+        weight = self._of(stack.embed_tokens.weight)
+        embed = stack.embed_scale * F.embedding(rows.tokens, weight, stack.padding_idx)
+        x = embed
+        if getattr(stack, "project_in_dim", None) is not None:
+            x = self._linear(x, stack.project_in_dim)
+        if stack.embed_positions is not None:
+            places = rows.positions + (stack.padding_idx + 1)
+            if hasattr(stack.embed_positions, "weights"):  # sinusoidal
+                x = x + stack.embed_positions.weights[places]
+            else:
+                x = x + F.embedding(places, self._of(stack.embed_positions.weight))
+        if stack.layernorm_embedding is not None:
+            x = self._norm(x, stack.layernorm_embedding)
+        return embed, x
+
+    def encode(self, rows: PackedRows) -> Encoded:
+        """Run the encoder on the source."""
+        stack = self.encoder
+        embed, x = self._embed(stack, rows)
+        surface = embed if self.cfg.surfacefusion and self.cfg.sf_no_posedemb else x
+        if self.cfg.surfacefusion in ("mean", "max"):
+            surface = self._drop(self._pool(surface, rows), stack.dropout_module)
+            x = self._drop(x, stack.dropout_module)
+        elif self._rate(stack.dropout_module) > 0 and surface is not x:
+            mask = self._drop(torch.ones_like(x), stack.dropout_module)  # one for both
+            x, surface = x * mask, surface * mask
+        else:
+            x = self._drop(x, stack.dropout_module)
+            surface = x if surface is not embed else surface
+        memories, layers = {}, list(stack.layers)
+        residual = x
+        if layers[0].normalize_before:
+            x = self._norm(x, layers[0].self_attn_layer_norm)
+        for i, layer in enumerate(layers):
+            before = layer.normalize_before
+            x = self._self_attention(x, layer, rows, causal=False)
+            norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
+            residual, x = self._add_norm(x, residual, norm, layer)
+            x = self._feed_forward(x, layer, layer.activation_dropout_module)
+            after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
+            residual, x = self._add_norm(x, residual, after if before else layer.final_layer_norm, layer)
+            memories[i] = residual
+        if stack.layer_norm is not None and not layers[-1].normalize_before:
+            x = self._norm(x, stack.layer_norm)
+        memories[len(layers) - 1] = memories[-1] = x
+        return Encoded(memories, surface)
+
+    def _pool(self, embed: Tensor, rows: PackedRows) -> Tensor:
+        """Mean or maximum over each sentence, see ``pooling.py``: slots x C."""
+        published = self.cfg.sf_pool_published
+        keep = torch.ones_like(rows.tokens, dtype=torch.bool)
+        if published:
+            keep = rows.tokens.ge(PUBLISHED_FIRST_ID)
+        slots, keep = len(rows.starts) - 1, keep[:, None]
+        wide = embed.to(torch.promote_types(embed.dtype, torch.float32))
+        if self.cfg.surfacefusion == "mean":
+            total = wide.new_zeros(slots, embed.shape[1]).index_add(0, rows.sentence, wide * keep)
+            count = wide.new_zeros(slots, 1).index_add(0, rows.sentence, keep.to(wide))
+            return (total / count.clamp(min=1)).to(embed.dtype)
+        # Each sentence ends in </s>, an id that the published maximum leaves out, which counts it as zero.
+        least = 0.0 if published else torch.finfo(embed.dtype).min
+        index = rows.sentence[:, None].expand_as(embed)
+        highest = embed.new_full((slots, embed.shape[1]), least)
+        return highest.scatter_reduce(0, index, embed.masked_fill(~keep, least), "amax")
+
+    # Decoder
+
+    def decode(self, batch: PackedBatch, encoded: Encoded) -> Features:
+        """Run the decoder on the target and fuse."""
+        stack, rows = self.decoder, batch.tgt
+        kv = {}
+        for memory, projections in self._memory_projections.items():
+            heads = stack.layers[0].encoder_attn.num_heads
+            both = self._linears(encoded.memories[memory], projections)
+            kv[memory] = iter(both.view(len(both), len(projections), heads, -1).unbind(1))
+        _, x = self._embed(stack, rows)
+        x = self._drop(x, stack.dropout_module)
+        layers = list(stack.layers)
+        residual, states = x, [x]
+        if layers[0].normalize_before:
+            x = self._norm(x, layers[0].self_attn_layer_norm)
+        for i, layer in enumerate(layers):
+            before = layer.normalize_before
+            x = self._self_attention(x, layer, rows, causal=True)
+            norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
+            residual, x = self._add_norm(x, residual, norm, layer)
+
+            attention = layer.encoder_attn
+            q = self._linear(x, attention.q_proj).view(len(x), attention.num_heads, -1)
+            k, v = (next(kv[getattr(layer, "memory_index", -1)]) for _ in range(2))
+            rate = self._rate(attention.dropout_module)
+            x = attend(q, k, v, rows, batch.src, causal=False, dropout=rate)
+            x = self._linear(x.flatten(1), attention.out_proj)
+            norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
+            residual, x = self._add_norm(x, residual, norm, layer)
+
+            x = self._feed_forward(x, layer, layer.activation_dropout_module)
+            after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
+            residual, x = self._add_norm(x, residual, after if before else layer.final_layer_norm, layer)
+            states.append(residual)
+        if stack.layer_norm is not None and not layers[-1].normalize_before:
+            x = self._norm(x, stack.layer_norm)
+        if stack.project_out_dim is not None:
+            x = self._linear(x, stack.project_out_dim)
+        if self.cfg.surfacefusion is None:
+            return Features(x, None)
+        return self._fuse(x, self._read_surface(states, batch, encoded))
+
+    def _read_surface(self, states: list[Tensor], batch: PackedBatch, encoded: Encoded) -> Tensor:
+        if self.cfg.surfacefusion != "att":
+            return encoded.surface[batch.tgt.sentence]
+        query, key = states[self.decoder.query_depth], encoded.memories[-1]
+        if not self.cfg.sf_no_detach:
+            query, key = query.detach(), key.detach()
+        attention = self.decoder.sf_attn
+        projected = (
+            self._linear(x, module).view(len(x), attention.num_heads, -1)
+            for x, module in (
+                (query, attention.q_proj),
+                (key, attention.k_proj),
+                (encoded.surface, attention.v_proj),
+            )
+        )
+        rate = self._rate(attention.dropout_module)
+        read = attend(*projected, batch.tgt, batch.src, causal=False, dropout=rate)
+        r = self._linear(read.flatten(1), attention.out_proj)
+        return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
+
+    def _fuse(self, h: Tensor, r: Tensor) -> Features:
+        """As ``SurfaceFusionDecoder._head`` and ``_fuse``, on N x 2 x C."""
+        cfg, decoder = self.cfg, self.decoder
+        x = torch.stack([h, r], dim=1)
+        if cfg.sf_ffn:
+            x = x + self._drop(self._feed_forward(x, decoder, decoder.activation_dropout), decoder.dropout_module)
+        if cfg.sf_linear:
+            maps = decoder.tgt_out_dim, decoder.src_out_dim
+            x = torch.stack([self._linear(b, m) for b, m in zip(x.unbind(1), maps, strict=True)], dim=1)
+        if not cfg.mode.gated:
+            return Features(x[:, 0] + cfg.mode.scale(cfg.sf_softmax_tau) * x[:, 1], None)
+        gate: Tensor | float = cfg.sf_gate
+        if cfg.learned_gate:
+            gate = torch.sigmoid(F.linear(x.flatten(1), self._of(decoder.meanmaxweight))).squeeze(1)
+        if decoder.paired:
+            return Features(x, gate)
+        if isinstance(gate, Tensor):
+            gate = gate[:, None]
+        return Features(gate * x[:, 0] + (1 - gate) * x[:, 1], None)
+
+    def features(self, batch: PackedBatch) -> Features:
+        """The whole forward but for the output embedding."""
+        return self.decode(batch, self.encode(batch.src))
+
+    @property
+    def output_embedding(self) -> Tensor:
+        """V x C."""
+        return self._of(self.decoder.output_projection.weight)

@@ -1,0 +1,45 @@
+"""Which parameters lie side by side in the flat buffer, so that several products become one.
+
+``[q; k; v]`` of a self-attention, and ``[k; v]`` of all decoder layers' attentions to the encoder, which
+read the same input. Names and shapes in checkpoints do not change.
+"""
+
+from typing import Any
+
+
+def group_parameters(model: Any) -> None:
+    """Mark the parameters of *model* for :class:`surface_fusion.fast.flat.FlatParameters`."""
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        for i, layer in enumerate(stack.layers):
+            _mark(f"{name}.layers.{i}.self_attn", self_projections(getattr(layer, "module", layer)))
+    for memory, projections in memory_projections(model.decoder).items():
+        _mark(f"decoder.memory.{memory}", projections)
+
+
+def self_projections(layer: Any) -> list[Any]:
+    """q, k and v of a layer's attention to itself."""
+    attention = layer.self_attn
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def memory_projections(decoder: Any) -> dict[int, list[Any]]:
+    """k and v of the decoder's attentions to the encoder, in turn, by the encoder layer they read.
+
+    That is -1, the encoder's output, for all, or each layer's own with layer-wise attention.
+    """
+    found: dict[int, list[Any]] = {}
+    for layer in decoder.layers:
+        layer = getattr(layer, "module", layer)
+        attention = getattr(layer, "encoder_attn", None)
+        if attention is not None:
+            memory = getattr(layer, "memory_index", -1)
+            found.setdefault(memory, []).extend([attention.k_proj, attention.v_proj])
+    return found
+
+
+def _mark(name: str, projections: list[Any]) -> None:
+    for kind in ("weight", "bias"):
+        for rank, projection in enumerate(projections):
+            parameter = getattr(projection, kind, None)
+            if parameter is not None:
+                parameter.flat_group = (f"{name}.{kind}", rank)

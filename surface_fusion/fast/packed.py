@@ -1,0 +1,164 @@
+"""A batch without padding: the tokens of all sentences in one row after another.
+
+fairseq pads a batch of B sentences to B x T. Here each side is N rows, ``starts[i]`` to ``starts[i + 1]`` being
+sentence i, so that no product is taken with padding and the shape of a batch is one number.
+
+For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. What is
+left over becomes sentences of padding tokens, which only see each other and have weight zero in the loss:
+every row belongs to some sentence, so nothing is ever left unwritten.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """One side of a batch.
+
+    Attributes:
+        tokens: N.
+        sentence: which sentence each row is of, N.
+        positions: place in the sentence from 0, N.
+        starts: first row of each sentence and the end of the last, int32, slots + 1.
+        longest: no sentence has more rows.
+    """
+
+    tokens: Tensor
+    sentence: Tensor
+    positions: Tensor
+    starts: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Both sides of a batch; *target* is what to predict at each row of *tgt*, padding where nothing is."""
+
+    src: PackedRows
+    tgt: PackedRows
+    target: Tensor
+
+
+def pack(
+    src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int
+) -> PackedBatch:
+    """The batch without its padding, on the CPU or where a synchronisation does not matter.
+
+    Args:
+        src_tokens: B x S, padded on either side.
+        prev_output_tokens, target: B x T, padded on the same side.
+    """
+    keep = target.ne(padding_idx)
+    src_keep = src_tokens.ne(padding_idx)
+    return PackedBatch(
+        _rows(src_tokens[src_keep], src_keep.sum(dim=1), src_tokens.shape[1]),
+        _rows(prev_output_tokens[keep], keep.sum(dim=1), target.shape[1]),
+        target[keep],
+    )
+
+
+def _rows(tokens: Tensor, lengths: Tensor, longest: int) -> PackedRows:
+    sentence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(
+        lengths, output_size=len(tokens)
+    )
+    starts = F.pad(lengths.cumsum(0), (1, 0))
+    positions = torch.arange(len(tokens), device=tokens.device) - starts[sentence]
+    return PackedRows(tokens, sentence, positions, starts.int(), longest)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The static shape of a packed batch.
+
+    Attributes:
+        src, tgt: rows of each side.
+        slots: sentences, at least :data:`SPARE` more than the batch has.
+        padded: tokens of a side with its padding.
+        width: no sentence of the batch has more rows.
+    """
+
+    src: int
+    tgt: int
+    slots: int
+    padded: int
+    width: int
+
+    def holds(self, other: "Capacity") -> bool:
+        """Whether a batch of *other*'s size fits."""
+        return all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+
+    @property
+    def cost(self) -> int:
+        """Roughly what a step costs, in source rows: the decoder and the loss do twice the encoder's work."""
+        return self.src + 2 * self.tgt + self.slots
+
+
+SPARE = 32
+"""So many sentences share the rows that a capacity leaves over: none is long, and none is empty."""
+
+
+def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) -> Capacity:
+    """The capacity to make for a batch: its size, rounded up to 1/16 of it with padding.
+
+    Args:
+        sentences, src_width, tgt_width: B, S, T.
+        tgt_rows: target tokens without padding. (fairseq sorts by source length, so that B S is nearly right
+            for the source, whose number of tokens is known to the GPU only.)
+    """
+    padded = sentences * max(src_width, tgt_width)
+    step = _up(padded / 16, 64)
+    return Capacity(
+        src=_up(sentences * src_width + SPARE, step),
+        tgt=_up(tgt_rows + SPARE, step),
+        slots=1 << (sentences + SPARE - 1).bit_length(),
+        padded=_up(padded, 16 * 64),
+        width=_up(max(src_width, tgt_width), 128),
+    )
+
+
+def _up(x: float, step: int) -> int:
+    return math.ceil(x / step) * step
+
+
+def pack_static(
+    src_tokens: Tensor,
+    prev_output_tokens: Tensor,
+    target: Tensor,
+    shape: Tensor,
+    capacity: Capacity,
+    padding_idx: int,
+) -> PackedBatch:
+    """The batch without its padding, in tensors whose size is *capacity*'s: no synchronisation.
+
+    Args:
+        src_tokens, prev_output_tokens, target: the flattened B x S and B x T matrices, followed by padding
+            tokens up to ``capacity.padded``.
+        shape: (B, S, T), int64, on the device.
+    """
+    sentences, src_width, tgt_width = shape.unbind()
+
+    def side(columns: list[Tensor], width: Tensor, rows: int) -> tuple[PackedRows, Tensor]:
+        keep = columns[-1].ne(padding_idx)
+        place = torch.where(keep, keep.cumsum(0) - 1, rows)
+        packed = [x.new_full((rows + 1,), padding_idx).scatter(0, place, x)[:rows] for x in columns]
+        numbers = torch.arange(capacity.padded, device=keep.device)
+        lengths = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=keep.device)
+        lengths.scatter_add_(0, (numbers // width).clamp(max=capacity.slots), keep.long())
+        # The rows left over, SPARE of them at least, are cut evenly into SPARE sentences.
+        spare = (torch.arange(1, capacity.slots + 1, device=keep.device) - sentences).clamp(0, SPARE)
+        left_over = spare * (rows - keep.sum()) // SPARE
+        starts = F.pad(lengths[:-1].cumsum(0) + left_over, (1, 0))
+        numbers = torch.arange(rows, device=keep.device)
+        sentence = torch.searchsorted(starts, numbers, right=True) - 1
+        positions = (numbers - starts[sentence]).clamp(max=capacity.width - 1)
+        longest = max(capacity.width, math.ceil(rows / SPARE))
+        return PackedRows(packed[0], sentence, positions, starts.int(), longest), packed[-1]
+
+    src, _ = side([src_tokens], src_width, capacity.src)
+    tgt, expected = side([prev_output_tokens, target], tgt_width, capacity.tgt)
+    return PackedBatch(src, tgt, expected)

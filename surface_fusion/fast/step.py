@@ -1,0 +1,210 @@
+"""The forward and backward of a training step on packed rows, in CUDA graphs where there is a GPU.
+
+The gradient does not travel through the model's own modules: backward adds it to the flat buffer, from where
+``--optimizer flat_adam`` reduces it over processes and takes it. Distributed wrappers are passed by.
+
+A graph is a recording of all kernels of one shape, launched at once: fairseq's step takes 60 ms on
+the host however small the batch. Batches go into the smallest recorded :class:`Capacity` that wastes little.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack, pack_static
+
+logger = logging.getLogger(__name__)
+
+MOST_GRAPHS = 48
+"""After so many recordings any that holds the batch is taken, unless none does."""
+
+WASTE = 1.1
+"""A recording that costs at most so many times what one of its own would cost is good enough for a batch."""
+
+
+class PackedStep:
+    """Loss of a batch, whose backward adds the gradients of all parameters to the flat buffer.
+
+    Args:
+        packed: the model.
+        smoothing: label smoothing epsilon.
+        ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
+    """
+
+    def __init__(self, packed: PackedTransformer, smoothing: float, ignore_prefix_size: int) -> None:
+        self.packed = packed
+        self.smoothing = smoothing
+        self.ignore_prefix_size = ignore_prefix_size
+        self.padding_idx = packed.decoder.padding_idx
+        self._trigger = torch.zeros((), requires_grad=True)
+        self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
+
+    def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
+        """The losses of a packed batch, summed."""
+        features = self.packed.features(batch)
+        weight = batch.target.ne(self.padding_idx)
+        if self.ignore_prefix_size > 0:
+            weight = weight & batch.tgt.positions.ge(self.ignore_prefix_size)
+        return linear_cross_entropy(
+            features.rows,
+            self.packed.output_embedding,
+            batch.target,
+            weight.float(),
+            smoothing=self.smoothing,
+            gate=features.gate,
+        )
+
+    def evaluate(self, sample: dict[str, Any]) -> LinearCrossEntropy:
+        """Losses without dropout and gradients."""
+        self.packed.training = False
+        with torch.no_grad():
+            return self.losses(pack(*_tokens(sample), self.padding_idx))
+
+    def train(self, sample: dict[str, Any]) -> LinearCrossEntropy:
+        """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer."""
+        self.packed.training = True
+        if self._graphs is not None:
+            losses, backward = self._graphs.run(sample)
+        else:
+            losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
+        loss = _WithBackward.apply(self._trigger, losses.loss, backward)
+        return losses._replace(loss=loss)
+
+    def forward(self, batch: PackedBatch) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+        """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
+        with torch.enable_grad():
+            losses = self.losses(batch)
+        held = [losses.loss]  # let go of all activations after the backward
+
+        def backward(scale: Tensor) -> None:
+            leaves, into = self.packed.leaves, self.packed.gradients
+            found = torch.autograd.grad(held.pop(), leaves, scale, allow_unused=True)
+            pairs = [(g, f) for g, f in zip(into, found, strict=True) if f is not None]
+            torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
+            self.packed.flat.local_only = True
+
+        return LinearCrossEntropy(*(x.detach() if isinstance(x, Tensor) else x for x in losses)), backward
+
+
+class _WithBackward(torch.autograd.Function):
+    """A loss whose backward is a function of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, loss: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.run = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.run(scale)
+        return None, None, None
+
+
+def _tokens(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = sample["net_input"]
+    return inputs["src_tokens"], inputs["prev_output_tokens"], sample["target"]
+
+
+class Recording:
+    """Forward and backward of one capacity as CUDA graphs, with the tensors that they read and write."""
+
+    def __init__(self, step: PackedStep, capacity: Capacity, stream: Any, pool: Any) -> None:
+        self.capacity = capacity
+        device = step.packed.flat.data.device
+        self.padding_idx = step.padding_idx
+        tokens = torch.full((3, capacity.padded), step.padding_idx, device=device)
+        self.tokens = tokens.unbind()
+        self.shape = torch.ones(3, dtype=torch.int64, device=device)
+        self.scale = torch.zeros((), device=device)
+        self._stream, self._pool = stream, pool
+        self._step = step
+
+    def load(self, sample: dict[str, Any]) -> None:
+        """Put *sample* where the graphs read it."""
+        parts = _tokens(sample)
+        for static, part in zip(self.tokens, parts, strict=True):
+            static[part.numel() :].fill_(self.padding_idx)
+            static[: part.numel()].copy_(part.flatten())
+        (sentences, src_width), tgt_width = parts[0].shape, parts[1].shape[1]
+        self.shape.copy_(torch.tensor([sentences, src_width, tgt_width]), non_blocking=True)
+
+    def rehearse(self) -> None:
+        """Run once without recording: kernels are compiled and libraries loaded; gradients get zero added."""
+        device = self.scale.device
+        self.scale.zero_()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.random.fork_rng([device]):
+            _, backward = self._forward()
+            backward(self.scale)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self) -> None:
+        """Make the graphs."""
+        self._forward_graph, (self._losses, backward) = self._capture(self._forward)
+        self._backward_graph, _ = self._capture(lambda: backward(self.scale))
+
+    def _forward(self) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+        batch = pack_static(*self.tokens, self.shape, self.capacity, self.padding_idx)
+        return self._step.forward(batch)
+
+    def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        # torch.cuda.graph() would collect garbage and empty the cache each time: seconds over all graphs.
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph, result
+
+    def run(self, sample: dict[str, Any]) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+        """As :meth:`PackedStep.forward`."""
+        self.load(sample)
+        self._forward_graph.replay()
+        losses = LinearCrossEntropy(*(x.clone() if isinstance(x, Tensor) else x for x in self._losses))
+        return losses, self._backward
+
+    def _backward(self, scale: Tensor) -> None:
+        self.scale.copy_(scale)
+        self._backward_graph.replay()
+        self._step.packed.flat.local_only = True
+
+
+class Graphs:
+    """The recordings made so far, which share their memory: one runs at a time."""
+
+    def __init__(self, step: PackedStep) -> None:
+        self._step = step
+        self._recordings: list[Recording] = []
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, sample: dict[str, Any]) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+        """As :meth:`PackedStep.forward`."""
+        src_tokens, _, target = _tokens(sample)
+        sentences, src_width = src_tokens.shape
+        needed = capacity_for(sentences, src_width, target.shape[1], int(sample["ntokens"]))
+        return self._recording_for(needed, sample).run(sample)
+
+    def _recording_for(self, needed: Capacity, sample: dict[str, Any]) -> Recording:
+        holding = [r for r in self._recordings if r.capacity.holds(needed)]
+        if holding:
+            best = min(holding, key=lambda r: r.capacity.cost)
+            if best.capacity.cost <= WASTE * needed.cost or len(self._recordings) >= MOST_GRAPHS:
+                return best
+        recording = Recording(self._step, needed, self._stream, self._pool)
+        recording.load(sample)
+        if not self._recordings:
+            recording.rehearse()
+        recording.record()
+        self._recordings.append(recording)
+        logger.debug(f"recorded {needed}, {len(self._recordings)} graphs")
+        return recording

@@ -11,8 +11,8 @@ with root_logger_left_alone():
 
 compat.apply()
 
-from surface_fusion import architectures, model  # noqa: E402
+from surface_fusion import architectures, criterion, model, optimizer  # noqa: E402
 from surface_fusion.errors import SurfaceFusionError  # noqa: E402
 from surface_fusion.version import __version__  # noqa: E402
 
-__all__ = ["SurfaceFusionError", "__version__", "architectures", "compat", "model"]
+__all__ = ["SurfaceFusionError", "__version__", "architectures", "compat", "criterion", "model", "optimizer"]

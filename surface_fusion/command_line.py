@@ -19,7 +19,8 @@ def settle_command_line(args: Any) -> None:
     """Translate dropped spellings and undo a wrong guess of fairseq's; only on a parsed command line.
 
     * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate schedule has a flag of that name;
-    * ``--bf16`` makes fairseq look for a TPU (options.py, fairseq main of 2025); it stays off without one.
+    * ``--bf16`` makes fairseq look for a TPU (options.py, fairseq main of 2025); it stays off without one;
+    * ``flat_adam`` keeps its own fp32 weights: fairseq's memory-efficient wrapper adds no second copy.
 
     Raises:
         SurfaceFusionError: ``--fp16`` without a GPU.
@@ -33,6 +34,9 @@ def settle_command_line(args: Any) -> None:
         del args.min_lr
     if args.bf16 and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
+    if args.optimizer == "flat_adam":
+        args.memory_efficient_fp16 = args.fp16
+        args.memory_efficient_bf16 = args.bf16
     on_cpu = args.cpu or not torch.cuda.is_available()
     if args.fp16 and on_cpu:
         raise SurfaceFusionError(

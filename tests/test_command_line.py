@@ -142,6 +142,44 @@ def test_a_task_without_data_is_no_trouble() -> None:
     assert args.arch == ARCH
 
 
+# --optimizer flat_adam
+
+
+def parse_on_gpu(*flags: str) -> Any:
+    argv = [data_folder(), "-s", "en", "-t", "ro", "--user-dir", USER_DIR, "-a", ARCH, *flags]
+    return options.parse_args_and_arch(options.get_training_parser(), argv)
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_flat_adam_in_half_precision_is_memory_efficient(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    other = {"fp16": "bf16", "bf16": "fp16"}[half]
+    for flags, expected in (
+        ((), set()),
+        ((f"--{half}",), {half, f"memory_efficient_{half}"}),
+        ((f"--memory-efficient-{half}",), {half, f"memory_efficient_{half}"}),
+    ):
+        cfg = convert_namespace_to_omegaconf(parse_on_gpu("--optimizer", "flat_adam", *flags))
+        names = (half, other, f"memory_efficient_{half}", f"memory_efficient_{other}")
+        assert {name for name in names if cfg.common[name]} == expected
+    cfg = convert_namespace_to_omegaconf(parse_on_gpu("--optimizer", "adam", f"--{half}"))
+    assert cfg.common[half] and not cfg.common[f"memory_efficient_{half}"]
+
+
+def test_the_flags_of_flat_adam() -> None:
+    flags = ("--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.1", "--adam-eps", "1e-9", "--lr", "0.5")
+    optimizer = convert_namespace_to_omegaconf(parse("--optimizer", "flat_adam", *flags)).optimizer
+    assert optimizer == {
+        "_name": "flat_adam",
+        "adam_betas": "(0.9, 0.98)",
+        "adam_eps": 1e-9,
+        "weight_decay": 0.1,
+        "lr": [0.5],
+        "sf_plain": False,
+    }
+    assert convert_namespace_to_omegaconf(parse("--optimizer", "flat_adam", "--sf-plain")).optimizer.sf_plain
+
+
 # What is not a command line
 
 

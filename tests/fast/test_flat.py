@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as ddp
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.fast.flat import ALIGNMENT, FlatParameters, flat_of
@@ -235,32 +236,38 @@ def test_norm(dtype: torch.dtype) -> None:
 # Several processes
 
 
-def average_worker(rank: int, folder: str) -> None:
+def two_process_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = Attention()
-    flat = FlatParameters.of(model.parameters())
-    backward(model, seed=rank)
-    model.q.weight.grad = model.q.weight.grad + rank  # not in the buffer
-    flat.local_only = True
-    flat.average_grads(None)
-    assert not flat.local_only
-    torch.save([param.grad.clone() for param in model.parameters()], f"{folder}/{rank}.pt")
+    for way in ("averaged", "wrapped", "buckets"):
+        torch.manual_seed(0)
+        model = Attention()
+        wrapper = model if way == "averaged" else ddp(model, gradient_as_bucket_view=way == "buckets")
+        flat = FlatParameters.of(model.parameters())  # fairseq wraps before it builds the optimizer
+        for step in range(2):
+            flat.zero_grad()
+            backward(wrapper, seed=2 * step + rank)
+        if way == "averaged":
+            model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
+            flat.local_only = True
+            flat.average_grads(None)
+            assert not flat.local_only
+        flat.attach_grads()
+        torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{way}{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_average_over_two_processes(tmp_path: Path, model: Attention) -> None:
-    torch.multiprocessing.spawn(average_worker, (str(tmp_path),), nprocs=2)
+def test_two_processes_on_their_own_and_under_distributed_data_parallel(
+    tmp_path: Path, model: Attention
+) -> None:
+    torch.multiprocessing.spawn(two_process_worker, (str(tmp_path),), nprocs=2)
     parts = []
     for rank in range(2):
         model.zero_grad()
-        backward(model, seed=rank)
-        model.q.weight.grad += rank
+        backward(model, seed=2 + rank)
         parts.append([param.grad.clone() for param in model.parameters()])
-    for rank in range(2):
-        averaged = torch.load(tmp_path / f"{rank}.pt")
-        for one, other, mean in zip(*parts, averaged, strict=True):
+    for file in tmp_path.glob("*.pt"):
+        for one, other, mean in zip(*parts, torch.load(file), strict=True):
             torch.testing.assert_close(mean, (one + other) / 2)
 
 

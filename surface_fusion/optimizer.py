@@ -1,0 +1,322 @@
+"""``--optimizer flat_adam``: fairseq's ``adam`` on all parameters at once.
+
+The same formula (``fairseq/optim/adam.py``; Adam with decoupled weight decay, whose epsilon is not
+bias-corrected), in a handful of kernels and without a loop over parameters. fp16 and bf16 models keep an
+fp32 master copy of their weights here, so that fairseq's memory-efficient wrappers lose nothing.
+"""
+
+import ast
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from fairseq.dataclass import FairseqDataclass
+from fairseq.distributed.utils import get_data_parallel_group
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from omegaconf import II
+from torch import Tensor, nn
+
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.flat import FlatParameters
+
+
+@dataclass
+class FlatAdamConfig(FairseqDataclass):
+    """The flags of ``adam`` and the one that turns fast paths off."""
+
+    adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "betas for Adam optimizer"})
+    adam_eps: float = field(default=1e-8, metadata={"help": "epsilon for Adam optimizer"})
+    weight_decay: float = field(default=0.0, metadata={"help": "weight decay"})
+    sf_plain: bool = field(default=False, metadata={"help": "turn all fast paths off"})
+    lr: list[float] = field(default=II("optimization.lr"))
+
+
+@register_optimizer("flat_adam", dataclass=FlatAdamConfig)
+class FlatAdam(FairseqOptimizer):
+    """What fairseq's trainer and its fp16 wrappers call; the work is done by :class:`FlatAdamUpdate`.
+
+    Unlike with ``adam``, a parameter that a batch does not use has a zero gradient, not none: its
+    moments decay and it moves on, as it does in fairseq's distributed trainings.
+    """
+
+    optimizer: "FlatAdamUpdate"
+
+    def __init__(self, cfg: FlatAdamConfig, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(cfg)
+        self._optimizer = FlatAdamUpdate(params, **self.optimizer_config, plain=cfg.sf_plain)
+
+    @property
+    def flat(self) -> FlatParameters:
+        """The parameters that this optimizer trains."""
+        return self.optimizer.flat
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """Hyperparameters of the only parameter group."""
+        lr = self.cfg.lr
+        return {
+            "lr": lr[0] if isinstance(lr, Sequence) else lr,
+            "betas": _betas(self.cfg.adam_betas),
+            "eps": self.cfg.adam_eps,
+            "weight_decay": self.cfg.weight_decay,
+        }
+
+    def all_reduce_grads(self, module: nn.Module) -> None:
+        """Average the gradient over processes, unless the wrapper around *module* did."""
+        if self.flat.local_only and dist.is_initialized():
+            self.flat.average_grads(get_data_parallel_group())
+        else:
+            super().all_reduce_grads(module)
+
+    def multiply_grads(self, c: Union[float, Tensor]) -> None:
+        """Scale the gradient by *c*, a number or a scalar tensor; done by the next step."""
+        self.optimizer.grad_factor = self.optimizer.grad_factor * c
+
+    def clip_grad_norm(
+        self, max_norm: float, aggregate_norm_fn: Optional[Callable[[Tensor], Tensor]] = None
+    ) -> Tensor:
+        """Norm of the scaled gradient, which the next step scales down to *max_norm* if that is above 0.
+
+        Returns:
+            The norm before clipping: a float32 scalar on the CPU, as the trainer looks at it several times.
+            Infinite or NaN where a gradient is.
+        """
+        self.flat.attach_grads()
+        norm = self.flat.grad_norm() * self.optimizer.grad_factor
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        norm = norm.cpu()  # waits for the device: the only time in a step
+        if max_norm > 0:
+            self.multiply_grads(float((max_norm / (norm + 1e-6)).clamp(max=1)))
+        return norm.float()
+
+    def step(
+        self,
+        closure: Optional[Callable[[], Any]] = None,
+        scale: Union[float, Tensor] = 1.0,
+        groups: Any = None,
+    ) -> None:
+        """One update with the gradient divided by *scale*."""
+        self.optimizer.step(closure, scale=scale)
+
+    def zero_grad(self) -> None:
+        """Zero the gradient and forget its factor."""
+        self.optimizer.zero_grad()
+
+
+class FlatAdamUpdate(torch.optim.Optimizer):
+    """Adam on :class:`FlatParameters`, with one parameter group.
+
+    Its state is saved per parameter, as torch's optimizers do, so that it does not hang on how the flat
+    tensors are laid out: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for fp16 and bf16, ``master``.
+
+    Attributes:
+        grad_factor: what the gradient is to be multiplied by before it is used.
+    """
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+    disable_mem_eff_fp16_loading_hack = True
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        plain: bool = False,
+    ) -> None:
+        unique = list(dict.fromkeys(params))
+        super().__init__(unique, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.flat = FlatParameters.of(unique)
+        self.grad_factor: Union[float, Tensor] = 1.0
+        self._update = _plain_adam if plain else _fused_adam
+        self._dtype = torch.promote_types(self.flat.data.dtype, torch.float32)
+        self._steps = 0
+        self._moments: Optional[tuple[Tensor, Tensor]] = None
+        self._master: Optional[Tensor] = None
+        self._scaled_grad: Optional[Tensor] = None
+
+    @property
+    def supports_step_with_scale(self) -> bool:
+        """Whether a wrapper is to hand its factor to ``step``: the memory-efficient ones only.
+
+        fairseq's ``FP16Optimizer``, which hands fp32 copies to this class, never resets its factor under
+        bf16 otherwise.
+        """
+        return self._half
+
+    @property
+    def _half(self) -> bool:
+        return self.flat.data.dtype != self._dtype
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradient and forget its factor; ``.grad`` is never None."""
+        self.flat.zero_grad()
+        self.grad_factor = 1.0
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Optional[Callable[[], Any]] = None, scale: Union[float, Tensor] = 1.0
+    ) -> Any:
+        """One update with the gradient times ``grad_factor`` / *scale*; nothing waits for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.flat.attach_grads()
+        data = self.flat.data
+        if self._half and self._master is None:  # not sooner: a checkpoint may have been loaded in between
+            self._master = data.to(self._dtype)
+        if self._half and self._scaled_grad is None:
+            self._scaled_grad = torch.empty_like(data, dtype=self._dtype)
+        weights = data if self._master is None else self._master
+        grad = self.flat.grad if self._scaled_grad is None else self._scaled_grad
+        # A vector, not a scalar: fp16 times a scalar would be rounded to fp16.
+        factor = torch.empty(1, dtype=self._dtype, device=data.device).fill_(self.grad_factor / scale)
+        torch.mul(self.flat.grad, factor, out=grad)
+        self._steps += 1
+        group = self.param_groups[0]
+        hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        self._update(weights, grad, *self._zero_moments(), self._steps, **hyperparameters)
+        if self._half:
+            data.copy_(weights)
+        self.grad_factor = 1.0
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state by the parameters' numbers, in their shapes; views of what training goes on to change."""
+        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        params = self.param_groups[0]["params"]
+        state: dict[int, dict[str, Any]] = {}
+        if self._moments is not None:
+            tensors = self._named_state().items()
+            for number, param in enumerate(params):
+                state[number] = {name: self.flat.view(param, flat) for name, flat in tensors}
+                state[number]["step"] = self._steps
+        return {"state": state, "param_groups": [{**group, "params": list(range(len(params)))}]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a :meth:`state_dict`, of this class or of fairseq's ``adam`` (which has no ``master``).
+
+        Raises:
+            SurfaceFusionError: it is of other parameters.
+        """
+        params = self.param_groups[0]["params"]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        if len(state_dict["param_groups"]) != 1 or len(saved) != len(params):
+            raise SurfaceFusionError(
+                f"the optimizer's state has {len(saved)} parameters in {len(state_dict['param_groups'])} "
+                f"parameter group(s), this training has {len(params)} in one; add --reset-optimizer"
+            )
+        states = [state_dict["state"].get(number) for number in saved]
+        for number, (param, state) in enumerate(zip(params, states, strict=True)):
+            shape = None if state is None else tuple(state["exp_avg"].shape)
+            if any(states) and shape != tuple(param.shape):
+                raise SurfaceFusionError(
+                    f"parameter {number} of the parameter group has shape {shape} in the optimizer's state, "
+                    f"{tuple(param.shape)} in this training; add --reset-optimizer"
+                )
+        self.param_groups[0].update({**state_dict["param_groups"][0], "params": params})
+        self._steps, self._moments, self._master = 0, None, None
+        if not any(states):
+            return
+        steps = {int(state["step"]) for state in states}
+        if len(steps) != 1:
+            raise SurfaceFusionError(
+                f"the parameter group's parameters were updated {min(steps)} to {max(steps)} times; "
+                "flat_adam updates all alike; add --reset-optimizer"
+            )
+        self._steps = steps.pop()
+        self._zero_moments()
+        if self._half and all("master" in state for state in states):
+            self._master = self.flat.data.to(self._dtype)
+        for name, flat in self._named_state().items():
+            for param, state in zip(params, states, strict=True):
+                self.flat.view(param, flat).copy_(state[name])
+
+    def _zero_moments(self) -> tuple[Tensor, Tensor]:
+        """First and second moment, made at first use: the model's own memory comes first."""
+        if self._moments is None:
+            zeros = torch.zeros_like(self.flat.data, dtype=self._dtype)
+            self._moments = zeros, zeros.clone()
+        return self._moments
+
+    def _named_state(self) -> dict[str, Tensor]:
+        exp_avg, exp_avg_sq = self._zero_moments()
+        named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return named if self._master is None else {**named, "master": self._master}
+
+
+def _plain_adam(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The formula, for the update number *steps* >= 1; all tensors of one shape, the first changed in place.
+
+    w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
+    """
+    beta1, beta2 = betas
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    weights.mul_(1 - lr * weight_decay)
+    step_size = lr * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
+    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(eps), value=-step_size)
+
+
+def _fused_adam(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """:func:`_plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
+
+    That is the same with an epsilon of eps / sqrt(1 - beta2^t).
+    """
+    beta1, beta2 = betas
+    torch._fused_adamw_(
+        [weights],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((), float(steps), dtype=torch.float32, device=weights.device)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps / math.sqrt(1 - beta2**steps),
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _betas(value: Any) -> tuple[float, float]:
+    """``--adam-betas`` as text (the command line), list (YAML) or tuple (the default)."""
+    try:
+        beta1, beta2 = map(float, ast.literal_eval(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError, SyntaxError):
+        beta1 = beta2 = math.nan
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise SurfaceFusionError(f"--adam-betas {value!r}: give two numbers in [0, 1), as in '(0.9, 0.98)'")
+    return beta1, beta2

@@ -1,0 +1,293 @@
+"""Output layer and label-smoothed cross entropy as one operation.
+
+For token n with weight w_n (0: padding), target y, logits z = E x_n and smoothing eps, with
+``q = (1 - eps - eps_i) onehot(y) + eps_i`` and ``eps_i = eps / (V - 1)`` (fairseq's, sums to 1):
+
+    ce(z) = -sum_v q_v lsm(z)_v = lse(z) - sum_v q_v z_v        d ce / d z = softmax(z) - q
+
+=======  =============  =============================================================
+          features       loss
+=======  =============  =============================================================
+single   N x C          sum_n w_n ce(E x_n)
+paired   N x 2 x C      sum_n w_n (g ce(E h_n) + (1-g) ce(E r_n)), published hard fusion
+=======  =============  =============================================================
+
+The logits exist for a chunk of rows at a time. While they do, they become their own gradient G in
+place, and both products of the backward pass, G E and G^T X, are taken: three GEMMs a chunk and one
+kernel between them. ``backward`` only multiplies by the incoming gradient, which holds the loss scale.
+
+float16: G was made without the loss scale, so it is kept in a unit of its own (``max |w| / 1024``),
+in which 1e-6, a smoothing term's size, still has all its bits; the products are summed and kept in
+float32; incoming gradient and unit are applied there, before the cast to float16.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from surface_fusion.distributions import at_least_float32, log_softmax
+
+# Logits of one chunk. Chunks of 4096 and 8192 rows fill the 132 multiprocessors of an H100; on a CPU they
+# should stay in its caches, as far as the GEMMs allow.
+CHUNK_BYTES = {"cuda": 576 * 2**20, "cpu": 16 * 2**20}
+LEAST_CHUNK_ROWS = 64
+GRADIENT_RANGE = 1024.0  # the largest gradient of a logit, in units: exact for float16 down to 6e-8
+
+
+class LinearCrossEntropy(NamedTuple):
+    """Sums over the tokens, each weighted by ``row_weight``; 0-dim, float32 (or float64)."""
+
+    loss: Tensor  # label-smoothed; carries the gradient
+    nll: Tensor  # of the published, unnormalised distribution
+    normalized_nll: Tensor  # of log_softmax(g z + (1-g) s); single: equal to nll
+
+
+def linear_cross_entropy(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    row_weight: Tensor,
+    *,
+    smoothing: float,
+    gate: Tensor | float | None = None,
+    chunk_rows: int | None = None,
+    plain: bool = False,
+) -> LinearCrossEntropy:
+    """Label-smoothed cross entropy of the logits ``features @ weight.T``, see the module's head.
+
+    Gradients reach *features*, *weight* and *gate*; under ``torch.no_grad`` none is computed. Nothing waits
+    for the device.
+
+    Args:
+        features: N x C, or N x 2 x C: the pair (h, r) of hard fusion.
+        weight: output embedding E, V x C, of the features' dtype (or under autocast of any).
+        target: N, ids below V (any id where the weight is 0).
+        row_weight: N, of any dtype; 0 for a row that is ignored.
+        smoothing: fairseq's ``--label-smoothing``.
+        gate: weight g of the first branch, a number or N; needed for pairs and for them only.
+        chunk_rows: rows of logits that exist at a time, by default what ``CHUNK_BYTES`` allows.
+        plain: use :func:`linear_cross_entropy_plain`.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    if (features.dim(), gate is None) not in ((2, True), (3, False)):
+        raise ValueError(
+            f"features {tuple(features.shape)} with gate {gate}: N x C has none, N x 2 x C has one"
+        )
+    if plain or len(target) == 0:
+        return linear_cross_entropy_plain(
+            features, weight, target, row_weight, smoothing=smoothing, gate=gate
+        )
+    x = features if features.dim() == 3 else features.unsqueeze(1)
+    loss, logged = _Chunked.apply(
+        x, weight, target, row_weight, gate, smoothing, chunk_rows, torch.is_grad_enabled()
+    )
+    return LinearCrossEntropy(loss, logged[0], logged[1])
+
+
+def linear_cross_entropy_plain(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    row_weight: Tensor,
+    *,
+    smoothing: float,
+    gate: Tensor | float | None = None,
+) -> LinearCrossEntropy:
+    """The same as the formula has it, all N x V log-probabilities in float32: what is right."""
+    lprobs = log_softmax(F.linear(features, weight))
+    if gate is not None:
+        g = at_least_float32(gate).unsqueeze(-1) if isinstance(gate, Tensor) else gate
+        lprobs = g * lprobs[:, 0] + (1 - g) * lprobs[:, 1]
+    y = target.where(row_weight != 0, 0).unsqueeze(-1)
+    w = row_weight.to(lprobs.dtype)
+    eps_i = smoothing / (weight.shape[0] - 1)
+    nll = -lprobs.gather(-1, y).squeeze(-1)
+    loss = (1 - smoothing - eps_i) * nll - eps_i * lprobs.sum(-1)
+    with torch.no_grad():
+        normalized_nll = -log_softmax(lprobs).gather(-1, y).squeeze(-1)
+    return LinearCrossEntropy((w * loss).sum(), (w * nll.detach()).sum(), (w * normalized_nll).sum())
+
+
+def softmax_rows_torch_(
+    logits: Tensor,
+    target: Tensor,
+    row_weight: Tensor,
+    gate: Tensor | None,
+    unit: Tensor,
+    smoothing: float,
+    sums: Tensor,
+    with_gradient: bool,
+) -> None:
+    """Losses of a chunk into *sums*, and in *logits* their gradient, in place.
+
+    Args:
+        logits: n x 1 x V or n x 2 x V; overwritten, by ``w share (softmax - q) / unit`` if *with_gradient*,
+            where share is g and 1-g in a pair.
+        target: n.
+        row_weight: n, of the dtype of *sums*.
+        gate: n, of the dtype of *sums*, for a pair.
+        unit: what one unit of the gradient is worth, 0-dim, of the dtype of *sums*.
+        smoothing: fairseq's ``--label-smoothing``.
+        sums: 4 x n, float32 or float64: weighted loss, nll, normalised nll, gradient of the gate.
+        with_gradient: whether the gradient is wanted.
+    """
+    x = at_least_float32(logits)
+    eps_i = smoothing / (x.shape[-1] - 1)
+    confidence = 1 - smoothing - eps_i
+    y = target.where(row_weight != 0, 0)[:, None, None].expand(*x.shape[:2], 1)
+    share = row_weight[:, None]
+    if gate is not None:
+        mix = torch.lerp(x[:, 1], x[:, 0], gate[:, None])
+        mix_nll = torch.logsumexp(mix, -1) - mix.gather(-1, y[:, 0]).squeeze(-1)
+        share = share * torch.stack([gate, 1 - gate], dim=1)
+
+    x.sub_(x.amax(-1, keepdim=True))
+    at_target = x.gather(-1, y).squeeze(-1)
+    all_logits = x.sum(-1)
+    total = x.exp_().sum(-1)
+    nll = total.log() - at_target
+    ce = total.log() - confidence * at_target - eps_i * all_logits
+    sums[0] = (share * ce).sum(-1)
+    sums[1] = (share * nll).sum(-1)
+    sums[2] = sums[1] if gate is None else row_weight * mix_nll
+    if gate is not None:
+        sums[3] = row_weight * (ce[:, 0] - ce[:, 1])
+
+    if with_gradient:
+        scale = (share / unit).unsqueeze(-1)
+        x.mul_(scale / total.unsqueeze(-1)).sub_(eps_i * scale)
+        x.scatter_add_(-1, y, -confidence * scale)
+        if x is not logits:
+            logits.copy_(x)
+
+
+@cache
+def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel of a device."""
+    if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton"):
+        from surface_fusion.fast.softmax_kernels import softmax_rows_
+
+        return softmax_rows_
+    return softmax_rows_torch_
+
+
+@cache
+def _mixed_addmm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of *dtype* can be added to a float32 matrix here (CUDA, torch newer than 2.8)."""
+    matrix, total = torch.zeros(8, 8, dtype=dtype, device=device), torch.zeros(8, 8, device=device)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """``out = beta out + a @ b``, summed in the dtype of *out*."""
+    if a.dtype != out.dtype and _mixed_addmm(a.device, a.dtype):
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """*gradient* times *scale* in its own dtype, then in *dtype*: one pass."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _default_chunk_rows(row_bytes: int, device_type: str) -> int:
+    rows = max(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // row_bytes, LEAST_CHUNK_ROWS)
+    return 1 << (rows.bit_length() - 1)
+
+
+class _Chunked(torch.autograd.Function):
+    """:func:`linear_cross_entropy` of N x 1 x C or N x 2 x C; returns the loss and the two to log."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        row_weight: Tensor,
+        gate: Tensor | float | None,
+        smoothing: float,
+        chunk_rows: int | None,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.dtypes = features.dtype, weight.dtype, gate.dtype if isinstance(gate, Tensor) else None
+        tokens, branches, dim = features.shape
+        vocab = weight.shape[0]
+        device = features.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else features.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        x, matrix = features.to(dtype).reshape(-1, dim), weight.to(dtype)
+        row_weight = row_weight.to(exact)
+        unit = torch.linalg.vector_norm(row_weight, float("inf")).clamp_min(1e-30) / GRADIENT_RANGE
+        if isinstance(gate, float | int):
+            gate = torch.full((1,), gate, dtype=exact, device=device).expand(tokens)
+        elif gate is not None:
+            gate = gate.to(exact)
+
+        needs_x, needs_matrix, _, _, needs_gate = (grad_enabled and n for n in ctx.needs_input_grad[:5])
+        d_x = torch.empty_like(x, dtype=exact) if needs_x else None
+        d_matrix = torch.empty_like(matrix, dtype=exact) if needs_matrix else None
+        sums = torch.empty(4, tokens, dtype=exact, device=device)
+        # Rows start at multiples of 64 elements whatever the vocabulary: whole vectors for GEMM and kernel.
+        stride = -(-vocab // 64) * 64
+        chunk_rows = chunk_rows or _default_chunk_rows(stride * dtype.itemsize, device.type)
+        step = min(max(chunk_rows // branches, 1), tokens)
+        buffer = torch.empty(step * branches, stride, dtype=dtype, device=device)
+        softmax_rows_ = _softmax_rows(device.type, dtype)
+        for start in range(0, tokens, step):
+            chunk = slice(start, min(start + step, tokens))
+            rows = slice(chunk.start * branches, chunk.stop * branches)
+            logits = buffer[: rows.stop - rows.start, :vocab]
+            torch.mm(x[rows], matrix.t(), out=logits)
+            softmax_rows_(
+                logits.unflatten(0, (-1, branches)),
+                target[chunk],
+                row_weight[chunk],
+                gate[chunk] if gate is not None else None,
+                unit,
+                smoothing,
+                sums[:, chunk],
+                needs_x or needs_matrix,
+            )
+            if d_x is not None:
+                _add_product(d_x[rows], logits, matrix, beta=0)
+            if d_matrix is not None:
+                _add_product(d_matrix, logits.t(), x[rows], beta=int(start > 0))
+
+        loss, logged = sums[0].sum(), sums[1:3].sum(dim=1)
+        ctx.mark_non_differentiable(logged)
+        ctx.save_for_backward(unit, d_x, d_matrix, sums[3] if needs_gate else None)
+        ctx.shape = features.shape
+        return loss, logged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit, d_x, d_matrix, d_gate = ctx.saved_tensors
+        features_dtype, weight_dtype, gate_dtype = ctx.dtypes
+        scale = grad_loss * unit
+        gradient = _scaled(d_x, scale, features_dtype)
+        return (
+            None if gradient is None else gradient.view(ctx.shape),
+            _scaled(d_matrix, scale, weight_dtype),
+            None,
+            None,
+            _scaled(d_gate, grad_loss, gate_dtype),
+            *(None,) * 3,
+        )

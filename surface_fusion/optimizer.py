@@ -30,7 +30,7 @@ class FlatAdamConfig(FairseqDataclass):
     adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "betas for Adam optimizer"})
     adam_eps: float = field(default=1e-8, metadata={"help": "epsilon for Adam optimizer"})
     weight_decay: float = field(default=0.0, metadata={"help": "weight decay"})
-    sf_plain: bool = field(default=False, metadata={"help": "turn all fast paths off"})
+    sf_plain: bool = field(default=False, metadata={"help": "switch every fast path off"})
     lr: list[float] = field(default=II("optimization.lr"))
 
 
@@ -294,21 +294,11 @@ def _fused_adam(
     That is the same with an epsilon of eps / sqrt(1 - beta2^t).
     """
     beta1, beta2 = betas
-    torch._fused_adamw_(
-        [weights],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.full((), float(steps), dtype=torch.float32, device=weights.device)],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps / math.sqrt(1 - beta2**steps),
-        amsgrad=False,
-        maximize=False,
-    )
+    state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    settings["eps"] = eps / math.sqrt(1 - beta2**steps)
+    tensors = ([weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step])
+    torch._fused_adamw_(*tensors, **settings, amsgrad=False, maximize=False)
 
 
 def _betas(value: Any) -> tuple[float, float]:

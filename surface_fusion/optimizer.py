@@ -295,10 +295,10 @@ def _fused_adam(
     """
     beta1, beta2 = betas
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
-    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    settings["eps"] = eps / math.sqrt(1 - beta2**steps)
-    tensors = ([weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step])
-    torch._fused_adamw_(*tensors, **settings, amsgrad=False, maximize=False)
+    eps /= math.sqrt(1 - beta2**steps)
+    tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
+    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+    torch._fused_adamw_(*tensors, **settings, amsgrad=False, maximize=False)  # type: ignore[call-overload]
 
 
 def _betas(value: Any) -> tuple[float, float]:

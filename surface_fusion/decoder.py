@@ -11,6 +11,7 @@ With h the top of the decoder and r what was read from the source embeddings (bo
    learned gate follows in two more columns, (g, 1-g), which no scaling of the logits can change.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from surface_fusion.distributions import (
     hard_log_probs,
     log_softmax,
 )
+from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
 
@@ -35,10 +37,13 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
     """Transformer decoder with surface fusion, layer-wise attention, or both."""
 
     layers: Any  # fairseq's ModuleList
+    get_incremental_state: Any  # fairseq's, untyped
+    set_incremental_state: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)
         self.dropout_module.module_name = "TransformerDecoder"  # for --retain-dropout-modules
+        self.fast_decoding = FastDecoding()
         if cfg.layer_wise_attention:
             for i in range(len(self.layers)):
                 getattr(self.layers[i], "module", self.layers[i]).memory_index = i
@@ -75,6 +80,50 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
         if not cfg.layer_wise_attention:
             return super().build_decoder_layer(cfg, no_encoder_attn)
         return wrap_layer(LayerwiseDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Mapping[str, list[Tensor]] | None = None,
+        incremental_state: dict[str, Any] | None = None,
+        features_only: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """As fairseq's; token by token it is :mod:`surface_fusion.fast.decoding` where that is possible.
+
+        There ``extra`` holds no inner states, and no attention once ``make_generation_fast_`` has said
+        that none is needed.
+        """
+        state = None
+        if incremental_state is not None:
+            state = self.get_incremental_state(incremental_state, STATE)
+            unusual = any(x is not None and x is not False for x in kwargs.values())
+            if encoder_out is not None and not incremental_state and not unusual:
+                state = self.fast_decoding.begin(self, prev_output_tokens, encoder_out)
+                if state is not None:
+                    self.set_incremental_state(incremental_state, STATE, state)
+        if state is None:
+            return super().forward(
+                prev_output_tokens, encoder_out, incremental_state, features_only, **kwargs
+            )
+        features, attention = self.fast_decoding.step(self, state, prev_output_tokens)
+        return features if features_only else self.output_layer(features), {"attn": [attention]}
+
+    def reorder_incremental_state_scripting(
+        self, incremental_state: dict[str, Any], new_order: Tensor
+    ) -> None:
+        """Let what is cached follow the hypotheses: row i becomes row ``new_order[i]``."""
+        state = self.get_incremental_state(incremental_state, STATE)
+        if state is None:
+            super().reorder_incremental_state_scripting(incremental_state, new_order)
+        else:
+            self.fast_decoding.reorder(self, state, new_order)
+
+    def train(self, mode: bool = True) -> "SurfaceFusionDecoder":
+        """As any module's; in training the memory of decoding is given back."""
+        if mode:
+            self.fast_decoding.release()
+        return super().train(mode)
 
     def extract_features(
         self,

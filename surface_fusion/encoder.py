@@ -10,12 +10,14 @@ fairseq reorders that entry in beam search like the rest. With ``--layer-wise-at
 ``encoder_out["encoder_out"]`` holds all layers' outputs, see ``layerwise.py``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
+from surface_fusion.fast.encoder_out import ReorderedEncoderOut
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.layerwise import side_by_side
 from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
@@ -47,6 +49,16 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
             if not return_all_hiddens:
                 out["encoder_states"] = []
         return out
+
+    def reorder_encoder_out(
+        self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor
+    ) -> Mapping[str, list[Tensor]]:
+        """Row i becomes row ``new_order[i]``; but with ``--sf-plain``, only when somebody reads it."""
+        if self.cfg.sf_plain:
+            return super().reorder_encoder_out(encoder_out, new_order)
+        if isinstance(encoder_out, ReorderedEncoderOut):
+            return encoder_out.reordered(new_order)
+        return ReorderedEncoderOut(encoder_out, new_order)
 
     def forward_embedding(
         self, src_tokens: Tensor, token_embedding: Tensor | None = None

@@ -21,8 +21,8 @@ MODEL_NAME = "transformer_surface_fusion"
 class SurfaceFusionModel(TransformerModelBase):
     """Transformer whose softmax layer also reads the source embeddings.
 
-    Without ``--surfacefusion`` (and ``--layer-wise-attention``) it is built of fairseq's own encoder
-    and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
+    Without ``--surfacefusion`` and ``--layer-wise-attention``, with ``--sf-plain``, it is built of
+    fairseq's own encoder and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
 
     @classmethod
@@ -51,15 +51,15 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
-        """fairseq's encoder, or ours where a flag asks for it."""
-        if cfg.surfacefusion is None and not cfg.layer_wise_attention:
+        """fairseq's encoder with ``--sf-plain`` where no flag asks for ours."""
+        if cfg.sf_plain and cfg.surfacefusion is None and not cfg.layer_wise_attention:
             return super().build_encoder(cfg, src_dict, embed_tokens)
         return SurfaceFusionEncoder(cfg, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, cfg: SurfaceFusionConfig, tgt_dict: Any, embed_tokens: Any) -> Any:
-        """fairseq's decoder, or ours where a flag asks for it."""
-        if cfg.surfacefusion is None and not cfg.layer_wise_attention:
+        """fairseq's decoder with ``--sf-plain`` where no flag asks for ours."""
+        if cfg.sf_plain and cfg.surfacefusion is None and not cfg.layer_wise_attention:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 

@@ -88,12 +88,20 @@ def train(model: Any, steps: int = 3) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.parametrize("sf_plain", [False, True], ids=["", "sf-plain"])
 @pytest.mark.parametrize("flags", PLAIN_OPTIONS, ids=" ".join)
-def test_without_fusion_it_is_the_transformer_of_fairseq_bit_for_bit(flags: tuple[str, ...]) -> None:
+def test_without_fusion_it_is_the_transformer_of_fairseq_bit_for_bit(
+    flags: tuple[str, ...], sf_plain: bool
+) -> None:
     flags = ("--dropout", "0.2", "--attention-dropout", "0.1", *flags)
-    ours, theirs = build(*flags)[0], build(*flags, arch="transformer")[0]
-    assert [type(m) for m in ours.modules()][1:] == [type(m) for m in theirs.modules()][1:]
-    assert type(ours.encoder) is TransformerEncoderBase and type(ours.decoder) is TransformerDecoderBase
+    ours, theirs = (
+        build(*flags, *["--sf-plain"] * sf_plain)[0],
+        build(*flags, arch="transformer")[0],
+    )
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    if sf_plain:
+        assert [type(m) for m in ours.modules()][1:] == [type(m) for m in theirs.modules()][1:]
+        assert type(ours.encoder) is TransformerEncoderBase and type(ours.decoder) is TransformerDecoderBase
     for (name, a), (other, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert name == other and torch.equal(a, b)
     if "--adaptive-softmax-cutoff" in flags:

@@ -1,0 +1,318 @@
+"""Incremental decoding through fairseq's own search, with few kernels and nothing copied per step.
+
+``SurfaceFusionDecoder.forward`` comes here when fairseq's generator decodes token by token. The step is
+that of ``decode_step.py``. On CUDA its shapes are rounded up so that few occur; the first step of a shape
+runs as it is, the second is captured in a CUDA graph, all further ones replay it. On the CPU shapes are
+exact. The output layer stays outside, so that only rows that are searched are projected.
+
+fairseq's search reorders hypotheses within their sentence and drops sentences that are finished. That
+is taken for granted where the encoder's output was repeated the way fairseq does it; any other caller
+may reorder rows as it likes, and pays for it with copies.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from fairseq.modules import (
+    FairseqDropout,
+    LayerDropModuleList,
+    LayerNorm,
+    LearnedPositionalEmbedding,
+    MultiheadAttention,
+    SinusoidalPositionalEmbedding,
+)
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+
+from surface_fusion.attention import SurfaceAttention
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.decode_step import DecodeCache, FusedWeights, StepOut, position_table
+from surface_fusion.fast.encoder_out import ReorderedEncoderOut
+from surface_fusion.layerdrop import DepthKeepingLayerDrop
+from surface_fusion.layerwise import LayerwiseDecoderLayer
+
+logger = logging.getLogger(__name__)
+
+KNOWN_MODULES = {
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
+    *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
+    *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
+}
+"""What the step knows how to compute."""
+
+STATE = "fast_decoding"
+"""Key of the state among the decoder's incremental states."""
+
+SMALLEST = 32
+"""Lengths on CUDA are powers of two from here on."""
+
+CACHES_KEPT = 8
+
+
+def why_not_fast(decoder: Any) -> str | None:
+    """Why *decoder* must decode by its modules, or None if it need not."""
+    if decoder.cfg.sf_plain:
+        return "--sf-plain"
+    if decoder.cfg.cross_self_attention:
+        return "--cross-self-attention"
+    if torch.is_autocast_enabled(next(decoder.parameters()).device.type):
+        return "autocast"
+    for name, module in decoder.named_modules():
+        if module is not decoder and type(module) not in KNOWN_MODULES:
+            return f"{name} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"a hook on {name}"
+        if isinstance(module, FairseqDropout) and module.apply_during_inference:
+            return "--retain-dropout"
+        if isinstance(module, MultiheadAttention) and module.skip_embed_dim_check:
+            return f"{name} has pruned heads"
+        if isinstance(module, TransformerDecoderLayerBase):
+            if module.encoder_attn is None:
+                return "--no-cross-attention"
+            for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
+                if getattr(module, part, None) is not None:
+                    return f"{name} has {part}"
+    return None
+
+
+def round_up(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+class Recorded:
+    """A step in a CUDA graph, its results, and what it reads that might otherwise be freed."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: StepOut, positions: Tensor | None) -> None:
+        self.graph, self.out, self.positions = graph, out, positions
+
+
+class Lease:
+    """A cache, the steps recorded on it by their shape, and the state that uses it now."""
+
+    def __init__(self, cache: DecodeCache, user: "DecodeState") -> None:
+        self.cache = cache
+        self.steps: dict[tuple[int, int, bool], Recorded | None] = {}
+        """None: that shape has run once."""
+        self.user: Any = weakref.ref(user)
+
+
+class DecodeState:
+    """Where one batch is: its cache, and the cache's row of each hypothesis (*slots*, int64)."""
+
+    lease: Lease
+
+    def __init__(self, rows: Tensor, beam: int, searched: bool, source: int) -> None:
+        self.slots = rows
+        self.beam = beam
+        self.searched = searched
+        """Whether rows stay within their sentence."""
+        self.source = source
+        """Longest source sentence."""
+        self.decoded = 0
+
+    def sentences(self) -> Tensor:
+        """The cache's index of each sentence that is left."""
+        return self.slots[:: self.beam] // self.beam
+
+
+class FastDecoding:
+    """The caches, graphs and joined weights of one decoder, made when needed.
+
+    They are no part of the model: a copy or a pickle starts without them.
+
+    Attributes:
+        static: round shapes up as graphs need it; by default where the decoder is on CUDA.
+        graphs: record graphs on CUDA; off from the first failure on.
+    """
+
+    def __init__(self) -> None:
+        self.static: bool | None = None
+        self.graphs = True
+        self._told: set[str] = set()
+        self.release()
+
+    def __reduce__(self) -> tuple[type["FastDecoding"], tuple[()]]:
+        return FastDecoding, ()
+
+    def release(self) -> None:
+        """Give all memory back; parameters may change from here on."""
+        self._leases: list[Lease] = []
+        self._weights: FusedWeights | None = None
+        self._signature: tuple[int, ...] = ()
+        self._capture: tuple[torch.cuda.Stream, Any] | None = None
+
+    def begin(
+        self, decoder: Any, tokens: Tensor, encoder_out: Mapping[str, list[Tensor]]
+    ) -> DecodeState | None:
+        """The state for a new batch, or None (with a word in the log) where the modules must decode.
+
+        Args:
+            decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
+            tokens: R x 1, the first tokens.
+            encoder_out: the encoder's output for R rows.
+        """
+        if decoder.training or torch.is_grad_enabled() or tokens.shape[1] != 1:
+            return None
+        reason = why_not_fast(decoder)
+        if reason is not None:
+            if reason not in self._told:
+                self._told.add(reason)
+                logger.info(f"decoding by fairseq's modules, not the fast path: {reason}")
+            return None
+        beam = encoder_out.beam() if isinstance(encoder_out, ReorderedEncoderOut) else None
+        rows = torch.arange(len(tokens), device=tokens.device)
+        if beam is None or not isinstance(encoder_out, ReorderedEncoderOut):
+            encoder_out = ReorderedEncoderOut(dict(encoder_out), rows)
+        source = encoder_out.sentences["encoder_out"][0].shape[0]
+        state = DecodeState(rows, beam or 1, beam is not None, source)
+        weights = self._current_weights(decoder)
+        state.lease = self._lease(decoder, state, len(rows) // state.beam, 1)
+        state.lease.cache.read_source(decoder, weights, encoder_out)
+        return state
+
+    def step(self, decoder: Any, state: DecodeState, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Decode one token.
+
+        Args:
+            tokens: R x T, of which the last is new.
+
+        Returns:
+            Features R x 1 x C (or R x 1 x 2 x C) and, if the last layer is to give it
+            (``need_attn``), its attention to the source, R x 1 x S; own memory, not the graph's.
+        """
+        if tokens.shape != (len(state.slots), state.decoded + 1):
+            raise SurfaceFusionError(
+                f"incremental decoding got tokens of shape {tuple(tokens.shape)} where "
+                f"{(len(state.slots), state.decoded + 1)} was next; decode one token a call, or set sf_plain"
+            )
+        cache, static = state.lease.cache, self._is_static(tokens)
+        shrunk = len(state.slots) <= (0.25 if static else 0.75) * len(cache.rows)
+        if state.decoded == cache.length or (shrunk and cache.sentences > 1):
+            self._move(decoder, state, state.sentences())
+            cache = state.lease.cache
+        cache.tokens.index_copy_(0, state.slots, tokens[:, -1])
+        state.decoded += 1
+        length, source = state.decoded, state.source
+        if static:
+            length, source = max(SMALLEST, round_up(length)), max(SMALLEST, round_up(source))
+        out = self._run(decoder, state.lease, length, source)
+        features = out.features.index_select(0, state.slots)
+        if out.attention is None:
+            return features, None
+        return features, out.attention.index_select(0, state.slots)[..., : state.source]
+
+    def reorder(self, decoder: Any, state: DecodeState, new_order: Tensor) -> None:
+        """Row i becomes row ``new_order[i]``; sentences that are not in it have ended."""
+        if not state.searched:
+            self._move(decoder, state, state.slots.index_select(0, new_order))
+            return
+        if len(new_order) > len(state.slots) or len(new_order) % state.beam:
+            raise SurfaceFusionError(
+                f"beam search asked for {len(new_order)} hypotheses after {len(state.slots)} at beam "
+                f"{state.beam}; only whole sentences can end, set sf_plain for other searches"
+            )
+        order = state.lease.cache.order
+        continued = order.index_select(0, state.slots.index_select(0, new_order))
+        if len(new_order) < len(state.slots):
+            left = new_order[:: state.beam] // state.beam
+            state.slots = state.slots.view(-1, state.beam).index_select(0, left).flatten()
+        order.index_copy_(0, state.slots, continued)
+
+    def _is_static(self, like: Tensor) -> bool:
+        return like.is_cuda if self.static is None else self.static
+
+    def _current_weights(self, decoder: Any) -> FusedWeights:
+        """The joined weights with today's values; graphs on parameters that have moved are dropped."""
+        signature = tuple(p.data_ptr() for p in decoder.parameters())
+        if self._weights is None or signature != self._signature:
+            self.release()
+            self._weights, self._signature = FusedWeights(decoder), signature
+        self._weights.refresh()
+        return self._weights
+
+    def _lease(self, decoder: Any, state: DecodeState, sentences: int, length: int) -> Lease:
+        """A cache for *state* with room for *length* target positions, in its first state."""
+        source = state.source
+        static = self._is_static(state.slots)
+        length = max(SMALLEST, round_up(length))
+        if decoder.embed_positions is not None:
+            missing = decoder.padding_idx + 1 + length > len(position_table(decoder))
+            if missing and isinstance(decoder.embed_positions, SinusoidalPositionalEmbedding):
+                decoder.embed_positions(state.slots.new_zeros(1, length))  # lengthens its table
+        if not static:
+            return Lease(DecodeCache(decoder, sentences, state.beam, length, source), state)
+        sentences, source = round_up(sentences), max(SMALLEST, round_up(source))
+        for lease in [x for x in self._leases if x.user() is None]:
+            cache = lease.cache
+            if (cache.sentences, cache.beam) == (sentences, state.beam):
+                self._leases.remove(lease)
+                if cache.length >= length and cache.source >= source:
+                    self._leases.append(lease)  # the most recently used
+                    cache.clear()
+                    lease.user = weakref.ref(state)
+                    return lease
+                length, source = max(length, cache.length), max(source, cache.source)
+        for lease in [x for x in self._leases if x.user() is None][: -CACHES_KEPT + 1]:
+            self._leases.remove(lease)
+        self._leases.append(Lease(DecodeCache(decoder, sentences, state.beam, length, source), state))
+        return self._leases[-1]
+
+    def _move(self, decoder: Any, state: DecodeState, sentences: Tensor) -> None:
+        """Go on with these sentences of the cache alone, in a cache that has room for the next token."""
+        old = state.lease
+        state.lease = self._lease(decoder, state, len(sentences), state.decoded + 1)
+        cache = state.lease.cache
+        cache.take(old.cache, sentences)
+        state.slots = cache.rows[: len(sentences) * state.beam]
+        old.user = _nobody
+
+    def _run(self, decoder: Any, lease: Lease, length: int, source: int) -> StepOut:
+        """The step, by a graph if one has been recorded or can be."""
+        weights = self._weights
+        assert weights is not None
+        with_attention = bool(weights.layers[-1].need_attn)
+        cache, key = lease.cache, (length, source, with_attention)
+        if not (self.graphs and cache.tokens.is_cuda):
+            return cache.step(decoder, weights, *key)
+        if key not in lease.steps:
+            lease.steps[key] = None
+            return cache.step(decoder, weights, *key)
+        recorded = lease.steps[key]
+        if recorded is None:
+            try:
+                recorded = lease.steps[key] = self._record(decoder, weights, cache, key)
+            except RuntimeError as error:
+                self.graphs = False
+                logger.warning(f"decoding without CUDA graphs, since recording one failed: {error}")
+                return cache.step(decoder, weights, *key)
+        recorded.graph.replay()
+        return recorded.out
+
+    def _record(
+        self, decoder: Any, weights: FusedWeights, cache: DecodeCache, key: tuple[int, int, bool]
+    ) -> Recorded:
+        """The step as a graph; nothing is computed. All graphs share one memory pool."""
+        if self._capture is None:
+            self._capture = torch.cuda.Stream(cache.tokens.device), torch.cuda.graph_pool_handle()
+        stream, pool = self._capture
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                out = cache.step(decoder, weights, *key)
+            finally:
+                graph.capture_end()
+        current.wait_stream(stream)
+        positions = None if decoder.embed_positions is None else position_table(decoder)
+        return Recorded(graph, out, positions)
+
+
+def _nobody() -> None:
+    """The user of a cache that is free."""

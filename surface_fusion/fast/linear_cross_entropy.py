@@ -131,8 +131,8 @@ def softmax_rows_torch_(
     Args:
         logits: n x 1 x V or n x 2 x V; overwritten, by ``w share (softmax - q) / unit`` if *with_gradient*,
             where share is g and 1-g in a pair.
-        target: n.
-        row_weight: n, of the dtype of *sums*.
+        target: n, contiguous.
+        row_weight: n, contiguous, of the dtype of *sums*.
         gate: n, of the dtype of *sums*, for a pair.
         unit: what one unit of the gradient is worth, 0-dim, of the dtype of *sums*.
         smoothing: fairseq's ``--label-smoothing``.
@@ -233,7 +233,7 @@ class _Chunked(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device.type) if autocast else features.dtype
         exact = torch.promote_types(dtype, torch.float32)
         x, matrix = features.to(dtype).reshape(-1, dim), weight.to(dtype)
-        row_weight = row_weight.to(exact)
+        target, row_weight = target.contiguous(), row_weight.to(exact).contiguous()
         unit = torch.linalg.vector_norm(row_weight, float("inf")).clamp_min(1e-30) / GRADIENT_RANGE
         if isinstance(gate, float | int):
             gate = torch.full((1,), gate, dtype=exact, device=device).expand(tokens)

@@ -124,7 +124,10 @@ def test_whole_operation(mode: str, dtype: torch.dtype, monkeypatch: pytest.Monk
     features = torch.randn((7, 6) if mode == "single" else (7, 2, 6)).to(DEVICE, dtype)
     weight = torch.randn(131, 6).to(DEVICE, dtype)
     gate = {"single": None, "paired": 0.8, "learned": torch.rand(7).to(DEVICE, dtype)}[mode]
-    target, row_weight = torch.randint(131, (7,)).to(DEVICE), torch.tensor([1, 1, 0, 1, 0, 1, 1]).to(DEVICE)
+    target = torch.randint(131, (7, 2)).to(DEVICE)[:, 0]  # with gaps in memory, and so are the weights
+    row_weight = (
+        torch.tensor([1, 1, 0, 1, 0, 1, 1]).to(DEVICE, torch.float32).expand(2, 7).t().contiguous()[:, 0]
+    )
 
     def gradients(dtype: torch.dtype, **options: bool | int) -> list[Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (features, weight)]

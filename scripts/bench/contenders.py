@@ -1,0 +1,96 @@
+"""What is compared: three command lines of ``fairseq-train`` with one model size and one data set."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import surface_fusion
+
+FUSION = (
+    *("--user-dir", str(Path(surface_fusion.__file__).parent), "-a", "transformer_surface_fusion"),
+    *("--surfacefusion", "att", "--sf-gate", "0.8", "--sf-mode", "hard"),
+)
+STOCK = ("--optimizer", "adam", "--criterion", "label_smoothed_cross_entropy")
+MODELS: dict[str, tuple[str, ...]] = {
+    "fairseq": ("-a", "transformer", *STOCK),
+    "plain": (*FUSION, "--sf-plain", *STOCK),
+    "fast": (
+        *FUSION,
+        *("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy"),
+    ),
+}
+"""Model, optimizer and loss of each contender."""
+
+RECIPE = (
+    *("--share-all-embeddings", "--dropout", "0.3", "--attention-dropout", "0.1", "--label-smoothing", "0.1"),
+    *("--adam-betas", "(0.9, 0.98)", "--lr", "5e-4", "--lr-scheduler", "inverse_sqrt"),
+    *("--warmup-updates", "4000", "--warmup-init-lr", "1e-7", "--seed", "1"),
+    *("--no-progress-bar", "--log-format", "json", "--log-interval", "100", "--disable-validation"),
+)
+"""The README's training, the same for all."""
+
+
+def _size(layers: int, width: int, feed_forward: int, heads: int) -> tuple[str, ...]:
+    flags = []
+    for stack in ("encoder", "decoder"):
+        flags += [f"--{stack}-layers", layers, f"--{stack}-embed-dim", width]
+        flags += [f"--{stack}-ffn-embed-dim", feed_forward, f"--{stack}-attention-heads", heads]
+    return tuple(map(str, flags))
+
+
+SIZES = {"base": _size(6, 512, 2048, 8), "demo": _size(3, 192, 768, 4), "tiny": _size(1, 16, 32, 2)}
+"""The README's model, that of its demo, and that of ``--quick``."""
+
+PRECISION: dict[str, tuple[str, ...]] = {"fp16": ("--fp16",), "bf16": ("--bf16",), "fp32": ()}
+
+SAMPLE = Path(__file__).parents[2] / "tests" / "data" / "enro"
+"""Text of ``--quick``."""
+
+
+def training_flags(
+    contender: str, data: Path, *, size: str, max_tokens: int, dtype: str, workers: int, cpu: bool
+) -> list[str]:
+    """The command line of a training, but for where it ends and what it saves."""
+    return [
+        *(str(data), *MODELS[contender], *RECIPE, *SIZES[size], *PRECISION[dtype]),
+        *("--max-tokens", str(max_tokens), "--num-workers", str(workers), *(("--cpu",) if cpu else ())),
+    ]
+
+
+@contextmanager
+def data_folder(data: Path | None, quick: bool) -> Iterator[Path]:
+    """*data*, or the sample, binarised for as long as the context lasts.
+
+    Raises:
+        SystemExit: there is neither.
+    """
+    if data is not None:
+        yield data
+    elif not quick:
+        raise SystemExit("give DATA-BIN, what fairseq-preprocess --joined-dictionary wrote, or --quick")
+    else:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            yield binarise_sample(Path(folder, "data-bin"))
+
+
+def binarise_sample(folder: Path) -> Path:
+    """The sample's words in *folder*, as ``fairseq-preprocess`` writes them."""
+    from fairseq import options
+    from fairseq_cli import preprocess
+
+    flags = ["-s", "en", "-t", "ro", "--joined-dictionary", "--destdir", str(folder)]
+    for split in ("train", "valid", "test"):
+        flags += [f"--{split}pref", str(SAMPLE / split)]
+    preprocess.logger.setLevel(logging.WARNING)
+    preprocess.main(options.get_preprocessing_parser().parse_args(flags))
+    return folder
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a training: this package can be imported there, too."""
+    package = str(Path(surface_fusion.__file__).parents[1])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

@@ -1,0 +1,176 @@
+"""Tables ``loss`` and ``memory``: output layer and label-smoothed loss alone, forward and backward.
+
+    python scripts/bench/loss.py              fp16, 16,384 and 2,048 rows, 512 wide, a vocabulary of 35,008
+    python scripts/bench/loss.py --quick      tiny, on the CPU if there is no GPU
+
+Contenders, with z and s the logits of the two branches and lsm the log-softmax in float32:
+
+* ``fairseq``: one projection, ``lsm(z)``; it has no fusion, so the same number stands beside each mode;
+* ``plain``: two projections and ``g lsm(z) + (1-g) lsm(s)`` (hard) or ``lsm(z + lsm(s))`` (soft), as in the
+  published code;
+* ``fast``: ``surface_fusion.fast.linear_cross_entropy``, of pairs (hard) or of sums (soft);
+* ``floor``: nothing but the matrix products, three for each projection that is needed (two in hard mode).
+
+All but the floor end in fairseq's ``label_smoothed_nll_loss`` or in what equals it. The incoming gradient is
+128, a loss scale. Milliseconds: median of 20. ``memory`` (GPU only): the most that was allocated at a time,
+less what was before (features, output matrix, targets) and less the gradients of features and matrix.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from results import Run, add_common_flags, settle_common_flags
+from torch import Tensor
+
+from surface_fusion.distributions import hard_log_probs, log_softmax
+from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+MODES = ("hard", "soft")
+SMOOTHING, GATE, LOSS_SCALE = 0.1, 0.8, 128.0
+
+
+class Problem(NamedTuple):
+    """What goes in; features of the two branches and the output matrix want gradients."""
+
+    h: Tensor
+    """N x C, of the decoder."""
+    r: Tensor
+    """N x C, of the source's surface."""
+    weight: Tensor
+    """V x C."""
+    target: Tensor
+    """N."""
+
+
+def make_problem(rows: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> Problem:
+    """Random values of the size of a Transformer's: logits of standard deviation 1."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+    weight = normal(vocab, width) * width**-0.5
+    target = torch.randint(vocab, (rows,), device=device, generator=generator)
+    h, r = normal(rows, width), normal(rows, width)
+    return Problem(h.requires_grad_(), r.requires_grad_(), weight.requires_grad_(), target)
+
+
+def smoothed(log_probs: Tensor, target: Tensor) -> Tensor:
+    """fairseq's loss."""
+    loss: Tensor = label_smoothed_nll_loss(log_probs, target, SMOOTHING)[0]
+    return loss
+
+
+def fairseq_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and what it has gradients for."""
+    return smoothed(log_softmax(F.linear(p.h, p.weight)), p.target), [p.h, p.weight]
+
+
+def plain_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`fairseq_loss`."""
+    z, s = F.linear(p.h, p.weight), F.linear(p.r, p.weight)
+    fused = hard_log_probs(z, s, GATE) if mode == "hard" else log_softmax(z + log_softmax(s))
+    return smoothed(fused, p.target), [p.h, p.r, p.weight]
+
+
+def fast_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`fairseq_loss`."""
+    hard = mode == "hard"
+    features = torch.stack([p.h, p.r], dim=1) if hard else p.h + p.r
+    weights = torch.ones(len(p.target), device=p.h.device)
+    losses = linear_cross_entropy(
+        features, p.weight, p.target, weights, smoothing=SMOOTHING, gate=GATE if hard else None
+    )
+    return losses.loss, [p.h, p.r, p.weight]
+
+
+LOSSES = {"fairseq": fairseq_loss, "plain": plain_loss, "fast": fast_loss}
+
+
+def step_of(contender: str, p: Problem, mode: str) -> Callable[[], object]:
+    """Forward and backward of *contender*, or the matrix products of ``floor``."""
+    if contender == "floor":
+        x = torch.cat([p.h, p.r]).detach() if mode == "hard" else p.h.detach()
+        weight = p.weight.detach()
+        gradient = F.linear(x, weight)
+        return lambda: (torch.mm(x, weight.t(), out=gradient), gradient @ weight, gradient.t() @ x)
+
+    def step() -> tuple[Tensor, ...]:
+        loss, inputs = LOSSES[contender](p, mode)
+        return torch.autograd.grad(loss, inputs, torch.full_like(loss, LOSS_SCALE))
+
+    return step
+
+
+def milliseconds(step: Callable[[], object], warm_up: int, repeat: int, cuda: bool) -> float:
+    """Median time of *step*."""
+    for _ in range(warm_up):
+        step()
+    times = []
+    for _ in range(repeat):
+        if cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def peak_gib(step: Callable[[], object], p: Problem) -> float:
+    """See the module's head."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = step()
+    assert isinstance(gradients, tuple)
+    results = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+    return (torch.cuda.max_memory_allocated() - before - results) / 2**30
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="default: 16384 2048")
+    parser.add_argument("--width", type=int, metavar="C", help="default: 512")
+    parser.add_argument("--vocab", type=int, metavar="V", help="default: 35008")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeat", type=int, metavar="N", help="default: 20")
+    add_common_flags(parser, "loss")
+    args = parser.parse_args()
+    settle_common_flags(args, "loss")
+    repeat = args.repeat or (3 if args.quick else 20)
+    width, vocab = args.width or (16 if args.quick else 512), args.vocab or (200 if args.quick else 35008)
+
+    run = Run("loss", args.out, args.cpu)
+    for rows in args.rows or ([100] if args.quick else [16384, 2048]):
+        p = make_problem(rows, width, vocab, DTYPES[args.dtype], "cpu" if args.cpu else "cuda")
+        for mode in args.mode:
+            setting = {"rows": rows, "width": width, "vocab": vocab, "dtype": args.dtype, "mode": mode}
+            for contender in [*args.contender, "floor"]:
+                step = step_of(contender, p, mode)
+                value = milliseconds(step, 1 if args.quick else 5, repeat, not args.cpu)
+                run.add("loss", contender, setting, value, "ms", repeat)
+                if not args.cpu and contender != "floor":
+                    run.add("memory", contender, {"part": "loss", **setting}, peak_gib(step, p), "GiB")
+                del step
+    run.print_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ Contenders, with z and s the logits of the two branches and lsm the log-softmax 
 * ``fairseq``: one projection, ``lsm(z)``; it has no fusion, so the same number stands beside each mode;
 * ``plain``: two projections and ``g lsm(z) + (1-g) lsm(s)`` (hard) or ``lsm(z + lsm(s))`` (soft), as in the
   published code;
-* ``fast``: ``surface_fusion.fast.linear_cross_entropy``, of pairs (hard) or of sums (soft);
+* ``fast``: ``surface_fusion.fast.linear_cross_entropy``, of pairs (hard) or of their sums (soft);
 * ``floor``: nothing but the matrix products, three for each projection that is needed (two in hard mode).
 
 All but the floor end in fairseq's ``label_smoothed_nll_loss`` or in what equals it. The incoming gradient is
@@ -37,12 +37,14 @@ SMOOTHING, GATE, LOSS_SCALE = 0.1, 0.8, 128.0
 
 
 class Problem(NamedTuple):
-    """What goes in; features of the two branches and the output matrix want gradients."""
+    """What goes in; all but the targets want gradients."""
 
     h: Tensor
     """N x C, of the decoder."""
     r: Tensor
     """N x C, of the source's surface."""
+    pair: Tensor
+    """N x 2 x C: both, as our decoder has them in hard mode."""
     weight: Tensor
     """V x C."""
     target: Tensor
@@ -59,7 +61,8 @@ def make_problem(rows: int, width: int, vocab: int, dtype: torch.dtype, device: 
     weight = normal(vocab, width) * width**-0.5
     target = torch.randint(vocab, (rows,), device=device, generator=generator)
     h, r = normal(rows, width), normal(rows, width)
-    return Problem(h.requires_grad_(), r.requires_grad_(), weight.requires_grad_(), target)
+    inputs = (h, r, torch.stack([h, r], dim=1), weight)
+    return Problem(*(x.requires_grad_() for x in inputs), target)
 
 
 def smoothed(log_probs: Tensor, target: Tensor) -> Tensor:
@@ -82,13 +85,10 @@ def plain_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
 
 def fast_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
     """As :func:`fairseq_loss`."""
-    hard = mode == "hard"
-    features = torch.stack([p.h, p.r], dim=1) if hard else p.h + p.r
+    features, gate = (p.pair, GATE) if mode == "hard" else (p.h, None)
     weights = torch.ones(len(p.target), device=p.h.device)
-    losses = linear_cross_entropy(
-        features, p.weight, p.target, weights, smoothing=SMOOTHING, gate=GATE if hard else None
-    )
-    return losses.loss, [p.h, p.r, p.weight]
+    losses = linear_cross_entropy(features, p.weight, p.target, weights, smoothing=SMOOTHING, gate=gate)
+    return losses.loss, [features, p.weight]
 
 
 LOSSES = {"fairseq": fairseq_loss, "plain": plain_loss, "fast": fast_loss}
@@ -97,7 +97,7 @@ LOSSES = {"fairseq": fairseq_loss, "plain": plain_loss, "fast": fast_loss}
 def step_of(contender: str, p: Problem, mode: str) -> Callable[[], object]:
     """Forward and backward of *contender*, or the matrix products of ``floor``."""
     if contender == "floor":
-        x = torch.cat([p.h, p.r]).detach() if mode == "hard" else p.h.detach()
+        x = (p.pair.flatten(0, 1) if mode == "hard" else p.h).detach()
         weight = p.weight.detach()
         gradient = F.linear(x, weight)
         return lambda: (torch.mm(x, weight.t(), out=gradient), gradient @ weight, gradient.t() @ x)

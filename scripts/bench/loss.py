@@ -61,8 +61,10 @@ def make_problem(rows: int, width: int, vocab: int, dtype: torch.dtype, device: 
     weight = normal(vocab, width) * width**-0.5
     target = torch.randint(vocab, (rows,), device=device, generator=generator)
     h, r = normal(rows, width), normal(rows, width)
-    inputs = (h, r, torch.stack([h, r], dim=1), weight)
-    return Problem(*(x.requires_grad_() for x in inputs), target)
+    pair = torch.stack([h, r], dim=1)
+    for x in (h, r, pair, weight):
+        x.requires_grad_()
+    return Problem(h, r, pair, weight, target)
 
 
 def smoothed(log_probs: Tensor, target: Tensor) -> Tensor:
@@ -158,10 +160,11 @@ def main() -> None:
     width, vocab = args.width or (16 if args.quick else 512), args.vocab or (200 if args.quick else 35008)
 
     run = Run("loss", args.out, args.cpu)
-    for rows in args.rows or ([100] if args.quick else [16384, 2048]):
-        p = make_problem(rows, width, vocab, DTYPES[args.dtype], "cpu" if args.cpu else "cuda")
+    sizes = args.rows or ([100] if args.quick else [16384, 2048])
+    for rows, dtype in ((rows, dtype) for rows in sizes for dtype in args.dtype):
+        p = make_problem(rows, width, vocab, DTYPES[dtype], "cpu" if args.cpu else "cuda")
         for mode in args.mode:
-            setting = {"rows": rows, "width": width, "vocab": vocab, "dtype": args.dtype, "mode": mode}
+            setting = {"rows": rows, "width": width, "vocab": vocab, "dtype": dtype, "mode": mode}
             for contender in [*args.contender, "floor"]:
                 step = step_of(contender, p, mode)
                 value = milliseconds(step, 1 if args.quick else 5, repeat, not args.cpu)

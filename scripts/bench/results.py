@@ -161,7 +161,7 @@ def add_common_flags(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work? Saves only with -o")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
     parser.add_argument(
-        "--dtype", choices=("fp16", "bf16", "fp32"), help="default: fp16 on a GPU, fp32 on a CPU"
+        "--dtype", nargs="+", choices=("fp16", "bf16", "fp32"), help="default: fp16 on a GPU, fp32 on a CPU"
     )
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
 
@@ -169,6 +169,8 @@ def add_common_flags(parser: argparse.ArgumentParser, name: str) -> None:
 def settle_common_flags(args: argparse.Namespace, name: str) -> None:
     """Fill in what was left to the machine."""
     args.cpu = args.cpu or not torch.cuda.is_available()
-    args.dtype = args.dtype or ("fp32" if args.cpu else "fp16")
+    args.dtype = args.dtype or ["fp32" if args.cpu else "fp16"]
+    if args.cpu and "fp16" in args.dtype:
+        raise SystemExit("--dtype fp16 needs a CUDA GPU; leave it out, or give fp32")
     if args.out is None and not args.quick:
         args.out = RESULTS / f"{name}.csv"

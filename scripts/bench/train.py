@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,20 +161,18 @@ def main() -> None:
 
     run = Run("train", args.out, args.cpu)
     with data_folder(args.data, args.quick) as data:
-        for gpus, max_tokens, contender in (
-            (g, m, c) for g in args.gpus for m in batches for c in args.contender
-        ):
+        for gpus, max_tokens, dtype, contender in product(args.gpus, batches, args.dtype, args.contender):
             flags = training_flags(
                 *(contender, data),
                 size=size,
                 max_tokens=max_tokens,
-                dtype=args.dtype,
+                dtype=dtype,
                 workers=0 if args.quick else 8,
                 cpu=args.cpu,
             )
             limits = {"cold": cold, "steady": window * windows, "most": args.updates}
             records = timed_training([*flags, "--no-save"], gpus=gpus, **limits)
-            setting = {"max_tokens": max_tokens, "dtype": args.dtype, "mode": "hard", "gpus": gpus}
+            setting = {"max_tokens": max_tokens, "dtype": dtype, "mode": "hard", "gpus": gpus}
             setting |= {"size": size} if size != "base" else {}
             if not args.cpu:
                 peak = max(record["peak_gib"] for record in records)

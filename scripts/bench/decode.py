@@ -1,0 +1,139 @@
+"""Table ``decode``: translating the test set with beam 4, one sentence at a time and in batches of 128.
+
+    python scripts/bench/decode.py DATA-BIN                     trains two models for 600 updates first
+    python scripts/bench/decode.py DATA-BIN --path OURS.pt --fairseq-path THEIRS.pt
+    python scripts/bench/decode.py --quick                      tiny, on the CPU if there is no GPU
+
+Contenders, each in a process of its own: fairseq's plain Transformer; our model decoded by the modules
+(``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own loop, its search included.
+
+* ``batch=1``: the first 100 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
+* ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
+
+Models differ in the length of their translations: look at ``tok/s`` (of the best hypotheses) to compare with
+fairseq, at either between plain and fast. In fp32 the script ends with status 1 if these two differ in one token.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from contenders import SIZES, child_environment, data_folder, training_flags
+from results import Run, add_common_flags, settle_common_flags
+from timed_generation import Decoded, Spec
+from train import timed_training
+
+
+def train_model(contender: str, data: Path, folder: Path, args: argparse.Namespace) -> Path:
+    """A checkpoint of a short training in *folder*; the learning rate rises faster than in a long one."""
+    flags = training_flags(
+        *(contender, data),
+        size=args.size,
+        max_tokens=800 if args.quick else 16384,
+        dtype="fp32" if args.cpu else "fp16",
+        workers=0 if args.quick else 8,
+        cpu=args.cpu,
+    )
+    flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
+    flags += ["--no-epoch-checkpoints", "--save-dir", str(folder / contender)]
+    timed_training(flags, cold=0, steady=0, most=args.train_updates)
+    return folder / contender / "checkpoint_last.pt"
+
+
+def timed_generation(spec: Spec, folder: Path) -> list[Decoded]:
+    """Run ``timed_generation.py``.
+
+    Raises:
+        SystemExit: it failed; with the end of its output.
+    """
+    spec_file, out = folder / "spec.json", folder / "decoded.json"
+    spec_file.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+    script = str(Path(__file__).with_name("timed_generation.py"))
+    command = [sys.executable, script, str(spec_file), str(out)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
+    )
+    if done.returncode:
+        raise SystemExit(f"decoding ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+    return [Decoded(**fields) for fields in json.loads(out.read_text(encoding="utf-8"))]
+
+
+def differing(one: list[list[int]], other: list[list[int]]) -> int:
+    """Sentences whose translations are not the same."""
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
+    parser.add_argument("--path", type=Path, metavar="CHECKPOINT", help="of ours, instead of a training")
+    parser.add_argument("--fairseq-path", type=Path, metavar="CHECKPOINT", help="of the plain Transformer")
+    parser.add_argument("--train-updates", type=int, metavar="N", help="default: 600")
+    parser.add_argument("--size", choices=SIZES, help="of the models trained; default: base, the README's")
+    parser.add_argument("--batch", type=int, nargs="+", metavar="N", help="sentences; default: 1 128")
+    parser.add_argument("--first", type=int, metavar="N", help="sentences decoded in batches of 1")
+    parser.add_argument("--repeat", type=int, metavar="N", help="timed passes after the first; default: 3")
+    add_common_flags(parser, "decode")
+    args = parser.parse_args()
+    both_precisions = args.dtype is None
+    settle_common_flags(args, "decode")
+    if both_precisions and not args.cpu:
+        args.dtype = ["fp16", "fp32"]
+    if "bf16" in args.dtype:
+        parser.error("fairseq-generate knows fp16 and fp32 only")
+    args.size = args.size or ("tiny" if args.quick else "base")
+    args.train_updates = args.train_updates or (8 if args.quick else 600)
+
+    run = Run("decode", args.out, args.cpu)
+    with (
+        data_folder(args.data, args.quick) as data,
+        tempfile.TemporaryDirectory(prefix="bench-") as temporary,
+    ):
+        folder = Path(temporary)
+        paths = {"fast": args.path, "fairseq": args.fairseq_path}
+        for trained in ("fairseq", "fast"):
+            wanted = trained in args.contender or (trained == "fast" and "plain" in args.contender)
+            if wanted and paths[trained] is None:
+                paths[trained] = train_model(trained, data, folder, args)
+        best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
+        for contender in args.contender:
+            spec = Spec(
+                data=str(data),
+                checkpoint=str(paths["fairseq" if contender == "fairseq" else "fast"]),
+                overrides={"sf_plain": True} if contender == "plain" else {},
+                dtypes=args.dtype,
+                batch_sizes=args.batch or [1, 128],
+                max_len=8 if args.quick else 200,
+                first=args.first or (5 if args.quick else 100),
+                passes=1 + (args.repeat or (1 if args.quick else 3)),
+                cpu=args.cpu,
+            )
+            for done in timed_generation(spec, folder):
+                best.setdefault((done.dtype, done.batch_size), {})[contender] = done.best
+                setting = {"batch": done.batch_size, "beam": 4, "dtype": done.dtype, "mode": "hard"}
+                print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
+                for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
+                    median, n = statistics.median(seconds), len(seconds)
+                    for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
+                        run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
+    run.print_table()
+    failed = False
+    for (dtype, batch_size), found in best.items():
+        if "plain" in found and "fast" in found:
+            different = differing(found["plain"], found["fast"])
+            print(f"{dtype}, batch {batch_size}: {different} of {len(found['fast'])} translations differ")
+            failed = failed or (dtype == "fp32" and different > 0)
+    if failed:
+        raise SystemExit("plain and fast decoding must not differ in fp32")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""``fairseq-generate`` with the model loaded once and a clock: a child process of ``decode.py``.
+
+    python timed_generation.py SPEC.json OUT.json
+
+SPEC.json: the fields of :class:`Spec`. OUT.json: one :class:`Decoded` for each precision and batch size.
+The clock runs over what fairseq's own counts, moving a batch to the GPU added: ``task.inference_step`` on
+batches that are collated already.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+import surface_fusion
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to decode, with what."""
+
+    data: str
+    checkpoint: str
+    overrides: dict[str, Any]
+    """As ``--model-overrides``."""
+    dtypes: list[str]
+    batch_sizes: list[int]
+    max_len: int
+    """As ``--max-len-b``."""
+    first: int
+    """Sentences of the test set that are decoded one by one, where the batch size is 1."""
+    passes: int
+    cpu: bool
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One precision and batch size."""
+
+    dtype: str
+    batch_size: int
+    seconds: list[float]
+    """Of each pass."""
+    sentences: int
+    tokens: int
+    """Of the best hypotheses with their ends, as fairseq counts them."""
+    best: list[list[int]]
+    """The best hypothesis of each sentence, in the order of the test set."""
+
+
+def decode(spec: Spec) -> list[Decoded]:
+    """Do it."""
+    done = []
+    for dtype in spec.dtypes:
+        flags = [spec.data, "--path", spec.checkpoint, "--beam", "4", "--lenpen", "1.0", "--num-workers", "0"]
+        flags += ["--model-overrides", repr(spec.overrides), "--max-len-b", str(spec.max_len)]
+        flags += ["--fp16"] if dtype == "fp16" else []
+        parser = options.get_generation_parser()
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))
+        task = tasks.setup_task(cfg.task)
+        models, saved = checkpoint_utils.load_model_ensemble(
+            [spec.checkpoint], arg_overrides=spec.overrides, task=task
+        )
+        task.load_dataset("test", task_cfg=saved.task)
+        for model in models:
+            if dtype == "fp16":
+                model.half()
+            if not spec.cpu:
+                model.cuda()
+            model.prepare_for_inference_(cfg)
+        generator = task.build_generator(models, cfg.generation)
+        for batch_size in spec.batch_sizes:
+            batches = collated(task, cfg, models, batch_size, spec.first if batch_size == 1 else None)
+            done.append(timed(spec, dtype, batch_size, task, generator, models, batches))
+    return done
+
+
+def collated(task: Any, cfg: Any, models: list[Any], batch_size: int, first: int | None) -> list[Any]:
+    """The test set in fairseq's batches; of the *first* sentences only, unless that is None."""
+    batches = task.get_batch_iterator(
+        dataset=task.dataset("test"),
+        max_sentences=batch_size,
+        max_positions=utils.resolve_max_positions(
+            task.max_positions(), *[model.max_positions() for model in models]
+        ),
+        ignore_invalid_inputs=True,
+        required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+        num_workers=0,
+    ).next_epoch_itr(shuffle=False)
+    return [batch for batch in batches if first is None or int(batch["id"][0]) < first]
+
+
+def timed(
+    spec: Spec, dtype: str, batch_size: int, task: Any, generator: Any, models: list[Any], batches: list[Any]
+) -> Decoded:
+    """Decode *batches* ``spec.passes`` times.
+
+    Raises:
+        SystemExit: two passes gave different translations.
+    """
+    seconds: list[float] = []
+    kept: dict[int, list[int]] | None = None
+    for _ in range(spec.passes):
+        found = []
+        start = now(spec.cpu)
+        for batch in batches:
+            sample = batch if spec.cpu else utils.move_to_cuda(batch)
+            found.append((batch["id"], task.inference_step(generator, models, sample)))
+        seconds.append(now(spec.cpu) - start)
+        best = {
+            int(i): hypotheses[0]["tokens"].tolist()
+            for ids, several in found
+            for i, hypotheses in zip(ids, several, strict=True)
+        }
+        if kept is not None and kept != best and dtype == "fp32":
+            raise SystemExit(f"{spec.checkpoint}: two passes over the test set differ in fp32")
+        kept = best
+    assert kept is not None
+    tokens = sum(map(len, kept.values()))
+    return Decoded(dtype, batch_size, seconds, len(kept), tokens, [kept[i] for i in sorted(kept)])
+
+
+def now(cpu: bool) -> float:
+    """The time, when the GPU has done all its work."""
+    if not cpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    """Entry point."""
+    spec_file, out = map(Path, sys.argv[1:])
+    surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
+    results = decode(Spec(**json.loads(spec_file.read_text(encoding="utf-8"))))
+    beside = out.with_name(f"{out.name}.new")
+    beside.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+    os.replace(beside, out)
+
+
+if __name__ == "__main__":
+    main()

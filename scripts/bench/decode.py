@@ -11,7 +11,7 @@ Contenders, each in a process of its own: fairseq's plain Transformer; our model
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
 
 Models differ in the length of their translations: look at ``tok/s`` (of the best hypotheses) to compare with
-fairseq, at either between plain and fast. In fp32 the script ends with status 1 if these two differ in one token.
+fairseq, at either for plain and fast. In fp32 the script ends with status 1 if these two differ in one token.
 """
 
 import argparse

@@ -10,11 +10,12 @@ second epoch, whichever is later; or after MOST updates. OUT.json:
 * ``pauses``: [updates done, seconds] of each start of an epoch but the first, from the end of the last update
   until the first batch has come from the data loader;
 * ``steady_from``: number of updates after which the steady state begins, or null;
-* ``peak_gib``: GPU memory taken from the driver.
+* ``peak_gib``: GPU memory taken from the driver, on a CPU the process's resident memory.
 """
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -63,8 +64,10 @@ class Clock:
         if trainer.get_num_updates() > len(self.seconds):
             self.seconds.append(time.perf_counter() - self._start)
             self.tokens.append(sum(int(sample["ntokens"]) for sample in samples if sample))
-        if torch.cuda.is_available():
+        if trainer.cuda:
             self.peak_gib = max(self.peak_gib, torch.cuda.memory_reserved() / 2**30)
+        else:
+            self.peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         return result
 
     def record(self) -> dict[str, Any]:

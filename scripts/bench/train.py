@@ -14,7 +14,7 @@ same Transformer without fusion) in a process of its own. Target tokens a second
 * ``phase=steady_within_epoch``: the same windows without the pauses in which fairseq starts its data workers
   again, once an epoch: what is left of them in an epoch of many updates.
 
-``memory``: GPU memory that the process took from the driver, the most of all GPUs.
+``memory``: GPU memory that a process took from the driver (on a CPU: its resident memory), the most of all.
 """
 
 import argparse
@@ -35,6 +35,8 @@ from contenders import SIZES, child_environment, data_folder, training_flags
 from results import Run, add_common_flags, settle_common_flags
 
 UNBOUNDED = 1_000_000
+ON_GPU = ("--ddp-backend", "pytorch_ddp")
+ON_CPU = ("--ddp-backend", "no_c10d", "--distributed-backend", "gloo")
 
 
 def timed_training(
@@ -52,11 +54,11 @@ def timed_training(
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         outs = [Path(folder, f"{rank}.json") for rank in range(gpus)]
         logs = [Path(folder, f"{rank}.log") for rank in range(gpus)]
-        together: list[str] = []
+        together = ["--distributed-world-size", str(gpus)]
         if gpus > 1:
-            together = ["--distributed-world-size", str(gpus), "--distributed-no-spawn"]
+            together += ["--distributed-no-spawn"]
             together += ["--distributed-init-method", f"tcp://127.0.0.1:{free_port()}"]
-            together += ["--ddp-backend", "pytorch_ddp"]
+            together += ON_CPU if "--cpu" in flags else ON_GPU
         processes = []
         for rank in range(gpus):
             own = ["--distributed-rank", str(rank), "--device-id", str(rank)] if gpus > 1 else []
@@ -141,7 +143,9 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
     parser.add_argument("--max-tokens", type=int, nargs="+", metavar="N", help="a GPU; default: 16384 2048")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: base, the README's")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1], metavar="N", help="default: 1; on a CPU: processes"
+    )
     parser.add_argument("--cold", type=int, metavar="N", help="updates that count as cold; default: 500")
     parser.add_argument("--window", type=int, metavar="N", help="updates of a steady window; default: 40")
     parser.add_argument("--windows", type=int, metavar="N", help="steady windows; default: 5")
@@ -151,7 +155,7 @@ def main() -> None:
     add_common_flags(parser, "train")
     args = parser.parse_args()
     settle_common_flags(args, "train")
-    if max(args.gpus) > max(1, torch.cuda.device_count()) or (args.cpu and max(args.gpus) > 1):
+    if not args.cpu and max(args.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(args.gpus)}: this machine has {torch.cuda.device_count()}")
     cold = args.cold or (6 if args.quick else 500)
     window = args.window or (2 if args.quick else 40)
@@ -174,9 +178,8 @@ def main() -> None:
             records = timed_training([*flags, "--no-save"], gpus=gpus, **limits)
             setting = {"max_tokens": max_tokens, "dtype": dtype, "mode": "hard", "gpus": gpus}
             setting |= {"size": size} if size != "base" else {}
-            if not args.cpu:
-                peak = max(record["peak_gib"] for record in records)
-                run.add("memory", contender, {"part": "training", **setting}, peak, "GiB")
+            peak = max(record["peak_gib"] for record in records)
+            run.add("memory", contender, {"part": "training", **setting}, peak, "GiB")
             rate, n = cold_rate(records, cold)
             run.add("train", contender, {**setting, "phase": "cold", "updates": n}, rate, "tok/s")
             for phase, pauses in (("steady", True), ("steady_within_epoch", False)):

@@ -1,0 +1,178 @@
+"""Table ``scaling``: how speed and memory of a training step grow with batch, vocabulary and depth.
+
+    python scripts/bench/scaling.py             some minutes; no data needed
+    python scripts/bench/scaling.py --quick     tiny, on the CPU if there is no GPU
+
+One of the three is varied, the others stay at 16,384 tokens, 32,000 entries and 6+6 layers of 512/2048. The
+text is random: lengths are log-normal with a mean of 24, as in short news. fairseq's trainer takes the same
+few batches over and over, so this is the steady state; ``tok/s`` is the median over passes, ``GiB`` is what
+was taken from the driver. A point that does not fit into the memory has no row.
+"""
+
+import argparse
+import gc
+import itertools
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import training_flags
+from fairseq import options, tasks
+from fairseq.data import Dictionary, LanguagePairDataset
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
+from results import Run, add_common_flags, settle_common_flags
+
+BATCHES = 6
+"""Different ones, at each point."""
+
+AXES = {
+    "max_tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    "vocab": (8000, 16000, 32000, 64000),
+    "layers": (6, 12, 18, 24),
+}
+BASE = {"max_tokens": 16384, "vocab": 32000, "layers": 6}
+QUICK_AXES = {"max_tokens": (256, 512), "vocab": (64, 128), "layers": (1, 2)}
+QUICK_BASE = {"max_tokens": 256, "vocab": 64, "layers": 1}
+
+
+def points(axes: dict[str, Sequence[int]], base: dict[str, int]) -> list[dict[str, int]]:
+    """*base* with one value changed at a time; each point once, in the order of *axes*."""
+    found = []
+    for axis, values in axes.items():
+        for value in values:
+            point = {**base, axis: value}
+            if point not in found:
+                found.append(point)
+    return found
+
+
+def write_dictionaries(folder: Path, vocab: int) -> None:
+    """A data folder with two equal dictionaries of *vocab* entries, the special ones included."""
+    words = "".join(f"w{i} {vocab - i}\n" for i in range(Dictionary().nspecial, vocab))
+    for language in ("en", "ro"):
+        (folder / f"dict.{language}.txt").write_text(words, encoding="utf-8")
+
+
+def random_pairs(task: Any, sentences: int) -> LanguagePairDataset:
+    """Sentences of random words; a target is up to a fifth longer or shorter than its source."""
+    words = task.source_dictionary
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.empty(sentences).log_normal_(3.0, 0.6, generator=generator).clamp(2, 150)
+    ratio = torch.empty(sentences).uniform_(0.8, 1.2, generator=generator)
+
+    def side(lengths: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+        sizes = lengths.int() + 1
+        ids = torch.randint(words.nspecial, len(words), (int(sizes.sum()),), generator=generator)
+        ids[sizes.cumsum(0) - 1] = words.eos()
+        return list(ids.split(sizes.tolist())), sizes.tolist()
+
+    source, source_sizes = side(lengths)
+    target, target_sizes = side(lengths * ratio)
+    return LanguagePairDataset(source, source_sizes, words, target, target_sizes, task.target_dictionary)
+
+
+def build(flags: list[str], max_tokens: int) -> tuple[Trainer, list[Any]]:
+    """fairseq's trainer as the command line *flags* builds it, and its batches."""
+    args = options.parse_args_and_arch(options.get_training_parser(), flags)
+    args.tpu = False  # fairseq takes --bf16 for a TPU
+    cfg = convert_namespace_to_omegaconf(args)
+    torch.manual_seed(cfg.common.seed)
+    task = tasks.setup_task(cfg.task)
+    trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+    batches = task.get_batch_iterator(
+        random_pairs(task, BATCHES * max_tokens // 16 + 64),
+        max_tokens=max_tokens,
+        required_batch_size_multiple=8,
+        seed=1,
+    ).next_epoch_itr(shuffle=True)
+    return trainer, list(itertools.islice(batches, BATCHES))
+
+
+def rates(trainer: Trainer, batches: list[Any], warm_up: int, passes: int, cpu: bool) -> list[float]:
+    """Target tokens a second in each pass over *batches*.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit.
+    """
+    tokens = sum(int(batch["ntokens"]) for batch in batches)
+    found = []
+    for i in range(warm_up + passes):
+        start = time.perf_counter()
+        for batch in batches:
+            trainer.train_step([batch], raise_oom=True)
+        if not cpu:
+            torch.cuda.synchronize()
+        if i >= warm_up:
+            found.append(tokens / (time.perf_counter() - start))
+    return found
+
+
+def measure(run: Run, contender: str, point: dict[str, int], dtype: str, args: argparse.Namespace) -> None:
+    """Add the rows of one point, or say why there are none."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        write_dictionaries(Path(folder), point["vocab"])
+        flags = training_flags(
+            *(contender, Path(folder)),
+            size="tiny" if args.quick else "base",
+            max_tokens=point["max_tokens"],
+            dtype=dtype,
+            workers=0,
+            cpu=args.cpu,
+        )
+        flags += ["-s", "en", "-t", "ro", "--distributed-world-size", "1"]
+        for stack in ("encoder", "decoder"):
+            flags += [f"--{stack}-layers", str(point["layers"])]
+        trainer, batches = build(flags, point["max_tokens"])
+    setting = {**point, "dtype": dtype, "mode": "hard", "gpus": 1}
+    try:
+        found = rates(trainer, batches, 1 if args.quick else 3, args.repeat, args.cpu)
+    except torch.OutOfMemoryError:
+        print(f"{contender} does not fit into the memory: {point}", file=sys.stderr)
+        return
+    run.add("scaling", contender, setting, statistics.median(found), "tok/s", len(found))
+    if not args.cpu:
+        run.add("scaling", contender, setting, torch.cuda.memory_reserved() / 2**30, "GiB")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for axis, values in AXES.items():
+        name = "--" + axis.replace("_", "-")
+        parser.add_argument(
+            name, type=int, nargs="*", metavar="N", help=f"default: {' '.join(map(str, values))}"
+        )
+    parser.add_argument("--repeat", type=int, metavar="N", help="timed passes over the batches; default: 5")
+    add_common_flags(parser, "scaling")
+    parser.set_defaults(contender=["fairseq", "fast"])
+    args = parser.parse_args()
+    settle_common_flags(args, "scaling")
+    args.repeat = args.repeat or (2 if args.quick else 5)
+    defaults, base = (QUICK_AXES, QUICK_BASE) if args.quick else (AXES, BASE)
+    axes = {}
+    for axis, values in defaults.items():
+        given = getattr(args, axis)
+        axes[axis] = values if given is None else given
+
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+    run = Run("scaling", args.out, args.cpu)
+    for point, dtype, contender in itertools.product(points(axes, base), args.dtype, args.contender):
+        measure(run, contender, point, dtype, args)
+        gc.collect()
+        if not args.cpu:
+            torch.cuda.empty_cache()
+    run.print_table()
+
+
+if __name__ == "__main__":
+    main()

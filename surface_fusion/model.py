@@ -25,6 +25,9 @@ class SurfaceFusionModel(TransformerModelBase):
     fairseq's own encoder and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
 
+    _walked: tuple[Any, ...] = ()
+    """All modules when the mode last changed."""
+
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
         """Add the model's flags to *parser*."""
@@ -62,6 +65,16 @@ class SurfaceFusionModel(TransformerModelBase):
         if cfg.sf_plain and cfg.surfacefusion is None and not cfg.layer_wise_attention:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+    def train(self, mode: bool = True) -> "SurfaceFusionModel":
+        """As torch's. fairseq asks for it twice an update, and torch walks over hundreds of modules each time."""
+        if not self._walked or not all(module.training is mode for module in self._walked):
+            super().train(mode)
+            self._walked = tuple(self.modules())
+        return self
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Nothing, where fairseq looks for modules that want to know: a Transformer has none."""
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""

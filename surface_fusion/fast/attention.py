@@ -1,56 +1,128 @@
 """Attention over packed rows: sentence i of the queries reads sentence i of the keys.
 
-``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d, without ever
-padding on a GPU: torch's FlashAttention (fp16, bf16) and its memory-efficient attention (fp32, wide heads)
-take the sentences' boundaries. Elsewhere, and as the oracle, sentences are padded for
+``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d: on a GPU without
+ever padding (``attention_kernels.py``), elsewhere and as the oracle with sentences padded for
 ``scaled_dot_product_attention``.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.fast.packed import PackedRows
+from surface_fusion.fast.triton_installed import use_kernels
 
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
-FLASH_HEAD_DIM = 256
-"""Wider heads are not for FlashAttention."""
+WIDEST_HEAD = 1024
+"""Wider heads do not fit into a multiprocessor."""
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: PackedRows,
+    keys: PackedRows,
+    *,
+    causal: bool = False,
+    rate: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """What each row of *q* reads: N x H x d.
 
     Args:
         q: N x H x d, the rows of *queries*.
         k, v: M x H x d, the rows of *keys*.
-        causal: no row sees a later one of its sentence.
-        dropout: probability of dropping an attention weight.
+        causal: no row sees a later one of its sentence; *keys* must be *queries*.
+        rate: probability of dropping an attention weight.
+        seed: what decides which, an int32 scalar on the GPU; elsewhere torch's generator does.
     """
-    if not q.is_cuda or q.dtype == torch.float64:
-        return attend_padded(q, k, v, queries, keys, causal=causal, dropout=dropout)
-    ends = queries.starts, keys.starts, queries.longest, keys.longest
-    if q.dtype in FLASH_DTYPES and q.shape[-1] <= FLASH_HEAD_DIM:
-        return torch.ops.aten._flash_attention_forward(q, k, v, *ends, dropout, causal, False)[0]
-    mask = 1 if causal else 0
-    batched = (x.unsqueeze(0) for x in (q, k, v))
-    return torch.ops.aten._efficient_attention_forward(*batched, None, *ends, dropout, mask, True)[0].squeeze(0)
+    if not use_kernels(q):
+        return attend_padded(q, k, v, queries, keys, causal=causal, rate=rate)
+    return _Attend.apply(q, k, v, queries, keys, causal, rate, seed)
+
+
+def attend_self(
+    qkv: Tensor, rows: PackedRows, *, causal: bool, rate: float = 0.0, seed: Tensor | None = None
+) -> Tensor:
+    """:func:`attend` for queries, keys and values that lie side by side: N x 3 x H x d to N x H x d."""
+    if not use_kernels(qkv):
+        return attend_padded(*qkv.unbind(1), rows, rows, causal=causal, rate=rate)
+    return _AttendSelf.apply(qkv, rows, causal, rate, seed)
 
 
 def attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, rate: float
 ) -> Tensor:
-    """:func:`attend` by way of padding; synchronises, since the number of sentences matters."""
-    q, k, v = _pad(q, queries), _pad(k, keys), _pad(v, keys)
-    lengths = keys.starts.diff()
-    real = torch.arange(k.shape[2], device=k.device) < lengths[:, None]
-    mask = None if causal and queries is keys else real[:, None, None, :]
-    read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+    """:func:`attend` by way of padding; waits for the device, which knows the longest sentence."""
+    widths = [int(rows.starts.diff().max()) for rows in (queries, keys)]
+    q, k, v = _pad(q, queries, widths[0]), _pad(k, keys, widths[1]), _pad(v, keys, widths[1])
+    mask = None
+    if not causal:
+        real = torch.arange(widths[1], device=k.device) < keys.starts.diff()[:, None]
+        mask = real[:, None, None, :]
+    read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
     return read.transpose(1, 2)[queries.sentence, queries.positions]
 
 
-def _pad(x: Tensor, rows: PackedRows) -> Tensor:
+def _pad(x: Tensor, rows: PackedRows, width: int) -> Tensor:
     """N x H x d to B x H x T x d, zero where there is no row."""
-    padded = x.new_zeros(len(rows.starts) - 1, rows.longest, *x.shape[1:])
+    padded = x.new_zeros(len(rows.starts) - 1, width, *x.shape[1:])
     return padded.index_put((rows.sentence, rows.positions), x).transpose(1, 2)
+
+
+class _Attend(torch.autograd.Function):
+    """:func:`attend` by the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: PackedRows,
+        keys: PackedRows,
+        causal: bool,
+        rate: float,
+        seed: Tensor | None,
+    ) -> Tensor:
+        from surface_fusion.fast.attention_kernels import attention_forward
+
+        out, lse = attention_forward(q, k, v, queries, keys, causal, rate, seed)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = queries, keys, causal, rate, seed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from surface_fusion.fast.attention_kernels import attention_backward
+
+        q, k, v = ctx.saved_tensors[:3]
+        into = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        attention_backward(grad, ctx.saved_tensors, into, *ctx.how)
+        return *into, None, None, None, None, None
+
+
+class _AttendSelf(torch.autograd.Function):
+    """:func:`attend_self` by the kernels: the gradients need not be put side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, rows: PackedRows, causal: bool, rate: float, seed: Tensor | None
+    ) -> Tensor:
+        from surface_fusion.fast.attention_kernels import attention_forward
+
+        out, lse = attention_forward(*qkv.unbind(1), rows, rows, causal, rate, seed)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.how = rows, rows, causal, rate, seed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from surface_fusion.fast.attention_kernels import attention_backward
+
+        qkv, out, lse = ctx.saved_tensors
+        into = torch.empty_like(qkv)
+        attention_backward(grad, (*qkv.unbind(1), out, lse), into.unbind(1), *ctx.how)
+        return into, None, None, None, None

@@ -108,6 +108,8 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter is no view any more.
         """
+        if self.local_only:
+            return  # the fast step wrote here, nothing else
         with torch.no_grad():
             for param, grad in self._detached():
                 if param.grad is None:

@@ -6,17 +6,19 @@ encoder are one, and both branches pass the output's feed-forward layer together
 ``packed.py``.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surface_fusion.fast.attention import attend
-from surface_fusion.fast.elementwise import activate, add_and_norm, drop
+from surface_fusion.fast.attention import attend, attend_self
+from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.groups import memory_projections, self_projections
 from surface_fusion.fast.packed import PackedBatch, PackedRows
+from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.pooling import PUBLISHED_FIRST_ID
 
 
@@ -51,6 +53,7 @@ class PackedTransformer:
         self.gradients: list[Tensor] = []
         """Where the gradient of each leaf is added."""
         self._known: dict[Any, Tensor] = {}
+        self._seeds: Iterator[Tensor] | None = None
         self._memory_projections = memory_projections(self.decoder)
 
     # Parameters
@@ -90,32 +93,38 @@ class PackedTransformer:
 
     # Sublayers
 
+    def _seed(self) -> Tensor | None:
+        """What the next kernel drops by; one draw from torch's generator serves a whole forward."""
+        return next(self._seeds) if self._seeds is not None else None
+
     def _drop(self, x: Tensor, module: Any) -> Tensor:
         return drop(x, self._rate(module))
 
     def _rate(self, module: Any) -> float:
         return module.p if self.training else 0.0
 
-    def _add_norm(self, x: Tensor, residual: Tensor, norm: Any, layer: Any) -> tuple[Tensor, Tensor]:
-        """The residual stream after a sublayer's output *x*, and what the next sublayer reads."""
+    def _end_sublayer(
+        self, x: Tensor, projection: Any, residual: Tensor, norm: Any, layer: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after a sublayer that ends in *projection*, and what the next one reads."""
         rate = self._rate(layer.dropout_module)
         if norm is None:
-            residual = residual + drop(x, rate)
+            residual = residual + drop(self._linear(x, projection), rate)
             return residual, residual
-        affine = self._of(norm.weight), self._of(norm.bias)
-        residual, normed = add_and_norm(x, residual, *affine, rate=rate, eps=norm.eps)
+        affine = self._of(norm.weight), self._of(norm.bias), norm.eps
+        weights = self._of(projection.weight), self._of(projection.bias)
+        residual, normed = project_add_norm(x, weights, residual, affine, rate, self._seed())
         return (residual if layer.normalize_before else normed), normed
 
-    def _feed_forward(self, x: Tensor, layer: Any, dropout: Any) -> Tensor:
-        hidden = activate(self._linear(x, layer.fc1), layer.activation_fn, self._rate(dropout))
-        return self._linear(hidden, layer.fc2)
+    def _hidden(self, x: Tensor, layer: Any, dropout: Any) -> Tensor:
+        weights = self._of(layer.fc1.weight), self._of(layer.fc1.bias)
+        return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
 
     def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
         attention = layer.self_attn
         qkv = self._linears(x, self_projections(layer)).view(len(x), 3, attention.num_heads, -1)
         rate = self._rate(attention.dropout_module)
-        read = attend(*qkv.unbind(1), rows, rows, causal=causal, dropout=rate)
-        return self._linear(read.flatten(1), attention.out_proj)
+        return attend_self(qkv, rows, causal=causal, rate=rate, seed=self._seed()).flatten(1)
 
     # Encoder
 
@@ -127,11 +136,11 @@ class PackedTransformer:
         if getattr(stack, "project_in_dim", None) is not None:
             x = self._linear(x, stack.project_in_dim)
         if stack.embed_positions is not None:
-            places = rows.positions + (stack.padding_idx + 1)
-            if hasattr(stack.embed_positions, "weights"):  # sinusoidal
-                x = x + stack.embed_positions.weights[places]
-            else:
-                x = x + F.embedding(places, self._of(stack.embed_positions.weight))
+            sinusoidal = hasattr(stack.embed_positions, "weights")
+            table = stack.embed_positions.weights if sinusoidal else self._of(stack.embed_positions.weight)
+            # Only rows that a capacity leaves over can lie behind the table.
+            places = (rows.positions + (stack.padding_idx + 1)).clamp(max=len(table) - 1)
+            x = x + F.embedding(places, table)
         if stack.layernorm_embedding is not None:
             x = self._norm(x, stack.layernorm_embedding)
         return embed, x
@@ -158,10 +167,11 @@ class PackedTransformer:
             before = layer.normalize_before
             x = self._self_attention(x, layer, rows, causal=False)
             norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
-            residual, x = self._add_norm(x, residual, norm, layer)
-            x = self._feed_forward(x, layer, layer.activation_dropout_module)
+            residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
+            x = self._hidden(x, layer, layer.activation_dropout_module)
             after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
-            residual, x = self._add_norm(x, residual, after if before else layer.final_layer_norm, layer)
+            norm = after if before else layer.final_layer_norm
+            residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
             memories[i] = residual
         if stack.layer_norm is not None and not layers[-1].normalize_before:
             x = self._norm(x, stack.layer_norm)
@@ -206,20 +216,20 @@ class PackedTransformer:
             before = layer.normalize_before
             x = self._self_attention(x, layer, rows, causal=True)
             norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
-            residual, x = self._add_norm(x, residual, norm, layer)
+            residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
 
             attention = layer.encoder_attn
             q = self._linear(x, attention.q_proj).view(len(x), attention.num_heads, -1)
             k, v = (next(kv[getattr(layer, "memory_index", -1)]) for _ in range(2))
             rate = self._rate(attention.dropout_module)
-            x = attend(q, k, v, rows, batch.src, causal=False, dropout=rate)
-            x = self._linear(x.flatten(1), attention.out_proj)
+            x = attend(q, k, v, rows, batch.src, rate=rate, seed=self._seed()).flatten(1)
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
-            residual, x = self._add_norm(x, residual, norm, layer)
+            residual, x = self._end_sublayer(x, attention.out_proj, residual, norm, layer)
 
-            x = self._feed_forward(x, layer, layer.activation_dropout_module)
+            x = self._hidden(x, layer, layer.activation_dropout_module)
             after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
-            residual, x = self._add_norm(x, residual, after if before else layer.final_layer_norm, layer)
+            norm = after if before else layer.final_layer_norm
+            residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
             states.append(residual)
         if stack.layer_norm is not None and not layers[-1].normalize_before:
             x = self._norm(x, stack.layer_norm)
@@ -245,7 +255,7 @@ class PackedTransformer:
             )
         )
         rate = self._rate(attention.dropout_module)
-        read = attend(*projected, batch.tgt, batch.src, causal=False, dropout=rate)
+        read = attend(*projected, batch.tgt, batch.src, rate=rate, seed=self._seed())
         r = self._linear(read.flatten(1), attention.out_proj)
         return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
 
@@ -254,7 +264,10 @@ class PackedTransformer:
         cfg, decoder = self.cfg, self.decoder
         x = torch.stack([h, r], dim=1)
         if cfg.sf_ffn:
-            x = x + self._drop(self._feed_forward(x, decoder, decoder.activation_dropout), decoder.dropout_module)
+            rows = x.flatten(0, 1)
+            hidden = self._hidden(rows, decoder, decoder.activation_dropout)
+            out = self._drop(self._linear(hidden, decoder.fc2), decoder.dropout_module)
+            x = (rows + out).view(x.shape)
         if cfg.sf_linear:
             maps = decoder.tgt_out_dim, decoder.src_out_dim
             x = torch.stack([self._linear(b, m) for b, m in zip(x.unbind(1), maps, strict=True)], dim=1)
@@ -271,6 +284,11 @@ class PackedTransformer:
 
     def features(self, batch: PackedBatch) -> Features:
         """The whole forward but for the output embedding."""
+        self._seeds = None
+        if use_kernels(self.flat.data) and self.training:
+            places = 4 * len(self.encoder.layers) + 6 * len(self.decoder.layers) + 1
+            draws = torch.randint(2**31 - 1, (places,), dtype=torch.int32, device=self.flat.data.device)
+            self._seeds = iter(draws.unbind())
         return self.decode(batch, self.encode(batch.src))
 
     @property

@@ -9,7 +9,7 @@ every row belongs to some sentence, so nothing is ever left unwritten.
 """
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,13 @@ class PackedRows:
         tokens: N.
         sentence: which sentence each row is of, N.
         positions: place in the sentence from 0, N.
-        starts: first row of each sentence and the end of the last, int32, slots + 1.
-        longest: no sentence has more rows.
+        starts: first row of each sentence and the end of the last, slots + 1.
     """
 
     tokens: Tensor
     sentence: Tensor
     positions: Tensor
     starts: Tensor
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,19 @@ def pack(
     keep = target.ne(padding_idx)
     src_keep = src_tokens.ne(padding_idx)
     return PackedBatch(
-        _rows(src_tokens[src_keep], src_keep.sum(dim=1), src_tokens.shape[1]),
-        _rows(prev_output_tokens[keep], keep.sum(dim=1), target.shape[1]),
+        _rows(src_tokens[src_keep], src_keep.sum(dim=1)),
+        _rows(prev_output_tokens[keep], keep.sum(dim=1)),
         target[keep],
     )
 
 
-def _rows(tokens: Tensor, lengths: Tensor, longest: int) -> PackedRows:
+def _rows(tokens: Tensor, lengths: Tensor) -> PackedRows:
     sentence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(
         lengths, output_size=len(tokens)
     )
     starts = F.pad(lengths.cumsum(0), (1, 0))
     positions = torch.arange(len(tokens), device=tokens.device) - starts[sentence]
-    return PackedRows(tokens, sentence, positions, starts.int(), longest)
+    return PackedRows(tokens, sentence, positions, starts)
 
 
 @dataclass(frozen=True)
@@ -77,25 +75,21 @@ class Capacity:
 
     Attributes:
         src, tgt: rows of each side.
-        slots: sentences, at least :data:`SPARE` more than the batch has.
-        padded: tokens of a side with its padding.
-        width: no sentence of the batch has more rows.
+        padded: tokens of a side with its padding; also more than there are sentences.
     """
 
     src: int
     tgt: int
-    slots: int
     padded: int
-    width: int
 
     def holds(self, other: "Capacity") -> bool:
         """Whether a batch of *other*'s size fits."""
-        return all(mine >= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        return self.src >= other.src and self.tgt >= other.tgt and self.padded >= other.padded
 
     @property
     def cost(self) -> int:
         """Roughly what a step costs, in source rows: the decoder and the loss do twice the encoder's work."""
-        return self.src + 2 * self.tgt + self.slots
+        return self.src + 2 * self.tgt
 
 
 SPARE = 32
@@ -115,9 +109,7 @@ def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) 
     return Capacity(
         src=_up(sentences * src_width + SPARE, step),
         tgt=_up(tgt_rows + SPARE, step),
-        slots=1 << (sentences + SPARE - 1).bit_length(),
         padded=_up(padded, 16 * 64),
-        width=_up(max(src_width, tgt_width), 128),
     )
 
 
@@ -141,23 +133,23 @@ def pack_static(
         shape: (B, S, T), int64, on the device.
     """
     sentences, src_width, tgt_width = shape.unbind()
+    slots = capacity.padded + SPARE
 
     def side(columns: list[Tensor], width: Tensor, rows: int) -> tuple[PackedRows, Tensor]:
         keep = columns[-1].ne(padding_idx)
         place = torch.where(keep, keep.cumsum(0) - 1, rows)
         packed = [x.new_full((rows + 1,), padding_idx).scatter(0, place, x)[:rows] for x in columns]
         numbers = torch.arange(capacity.padded, device=keep.device)
-        lengths = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=keep.device)
-        lengths.scatter_add_(0, (numbers // width).clamp(max=capacity.slots), keep.long())
+        lengths = torch.zeros(slots + 1, dtype=torch.int64, device=keep.device)
+        lengths.scatter_add_(0, (numbers // width).clamp(max=slots), keep.long())
         # The rows left over, SPARE of them at least, are cut evenly into SPARE sentences.
-        spare = (torch.arange(1, capacity.slots + 1, device=keep.device) - sentences).clamp(0, SPARE)
+        spare = (torch.arange(1, slots + 1, device=keep.device) - sentences).clamp(0, SPARE)
         left_over = spare * (rows - keep.sum()) // SPARE
         starts = F.pad(lengths[:-1].cumsum(0) + left_over, (1, 0))
         numbers = torch.arange(rows, device=keep.device)
         sentence = torch.searchsorted(starts, numbers, right=True) - 1
-        positions = (numbers - starts[sentence]).clamp(max=capacity.width - 1)
-        longest = max(capacity.width, math.ceil(rows / SPARE))
-        return PackedRows(packed[0], sentence, positions, starts.int(), longest), packed[-1]
+        positions = numbers - starts[sentence]
+        return PackedRows(packed[0], sentence, positions, starts), packed[-1]
 
     src, _ = side([src_tokens], src_width, capacity.src)
     tgt, expected = side([prev_output_tokens, target], tgt_width, capacity.tgt)

@@ -20,11 +20,8 @@ from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHS = 48
-"""After so many recordings any that holds the batch is taken, unless none does."""
-
-WASTE = 1.1
-"""A recording that costs at most so many times what one of its own would cost is good enough for a batch."""
+RECORDING_ROWS = 300_000
+"""What making a recording costs (0.2 s), in units of :attr:`Capacity.cost` (an H100 does 2 million a second)."""
 
 
 class PackedStep:
@@ -179,11 +176,16 @@ class Recording:
 
 
 class Graphs:
-    """The recordings made so far, which share their memory: one runs at a time."""
+    """The recordings made so far, which share their memory: one runs at a time.
+
+    A batch takes the cheapest that holds it. Another is made where none does, or when what batches were
+    too small for theirs has added up to the price of one.
+    """
 
     def __init__(self, step: PackedStep) -> None:
         self._step = step
         self._recordings: list[Recording] = []
+        self._wasted = 0
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -196,15 +198,17 @@ class Graphs:
 
     def _recording_for(self, needed: Capacity, sample: dict[str, Any]) -> Recording:
         holding = [r for r in self._recordings if r.capacity.holds(needed)]
-        if holding:
-            best = min(holding, key=lambda r: r.capacity.cost)
-            if best.capacity.cost <= WASTE * needed.cost or len(self._recordings) >= MOST_GRAPHS:
+        best = min(holding, key=lambda r: r.capacity.cost, default=None)
+        if best is not None:
+            self._wasted += best.capacity.cost - needed.cost
+            if self._wasted < RECORDING_ROWS or best.capacity.cost == needed.cost:
                 return best
+        self._wasted = 0
         recording = Recording(self._step, needed, self._stream, self._pool)
         recording.load(sample)
         if not self._recordings:
             recording.rehearse()
         recording.record()
         self._recordings.append(recording)
-        logger.debug(f"recorded {needed}, {len(self._recordings)} graphs")
+        logger.debug(f"recorded {needed}, the {len(self._recordings)}th")
         return recording

@@ -1,0 +1,258 @@
+"""Triton: attention over packed rows, forward and backward.
+
+A block of query rows belongs to a few neighbouring sentences, whose keys are neighbours too: the block
+reads the keys from its first sentence's first to its last sentence's last, and a comparison of sentence
+numbers hides what is not its own. Translation's sentences are shorter than a block, so that kernels
+which start a block for each sentence (FlashAttention with sequence boundaries) spend most of
+their time on nothing. The softmax is taken online, as in FlashAttention (Dao et al., 2022,
+https://arxiv.org/abs/2205.14135); backward recomputes it from the saved log-sum-exp.
+
+Shapes: queries N x H x D, keys and values M x H x D, the last axis contiguous.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surface_fusion.fast.dropout_kernels import keep
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _scores(  # noqa: N803
+    q, k, q_rows, k_rows, q_sentence, k_sentence, scale, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Scores in units of log2, -inf where a query may not look."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+    seen = q_sentence[:, None] == k_sentence[None, :]
+    if CAUSAL:
+        seen &= q_rows[:, None] >= k_rows[None, :]
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def _load(base, rows, limit, stride, d, D: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    mask = (rows < limit)[:, None] & (d < D)[None, :]
+    return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(base, x, rows, limit, stride, d, D: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    mask = (rows < limit)[:, None] & (d < D)[None, :]
+    tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _range(sentences, starts, first, last):  # type: ignore[no-untyped-def]
+    """The rows of the other side that rows *first* to *last* have to do with."""
+    begin = tl.load(starts + tl.load(sentences + first))
+    end = tl.load(starts + tl.load(sentences + last) + 1)
+    return begin, end
+
+
+@triton.jit
+def _forward_kernel(  # noqa: N803
+    q_base, k_base, v_base, o_base, lse_base,
+    q_sentences, k_sentences, k_starts, seed_base, scale, rate, n, m,
+    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    first = tl.program_id(0) * BLOCK_Q
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_Q)
+    q = _load(q_base + head * q_head, rows, n, q_row, d, D)
+    q_sentence = tl.load(q_sentences + rows, mask=rows < n, other=-1)
+    begin, end = _range(q_sentences, k_starts, first, tl.minimum(first + BLOCK_Q, n) - 1)
+    if CAUSAL:
+        end = tl.minimum(end, first + BLOCK_Q)
+    if DROPOUT:
+        seed = tl.load(seed_base) + head * 0x632BE59B
+        k_start = tl.load(k_starts + q_sentence, mask=rows < n, other=0)
+    peak = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    start = begin
+    while start < end:
+        cols = start + tl.arange(0, BLOCK_K)
+        k_sentence = tl.load(k_sentences + cols, mask=cols < end, other=-2)
+        k = _load(k_base + head * k_head, cols, end, k_row, d, D)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        new = tl.maximum(peak, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        old = tl.exp2(peak - safe)
+        p = tl.exp2(s - safe[:, None])
+        total = total * old + tl.sum(p, 1)
+        if DROPOUT:
+            kept = keep(seed, rows[:, None], cols[None, :] - k_start[:, None], rate)
+            p = tl.where(kept, p / (1 - rate), 0.0)
+        v = _load(v_base + head * v_head, cols, end, v_row, d, D)
+        acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        peak = new
+        start += BLOCK_K
+    _store(o_base + head * o_head, acc / total[:, None], rows, n, o_row, d, D)
+    tl.store(lse_base + head * n + rows, peak + tl.log2(total), mask=rows < n)
+
+
+@triton.jit
+def _query_kernel(  # noqa: N803
+    q_base, k_base, v_base, o_base, lse_base, do_base, dq_base, delta_base,
+    q_sentences, k_sentences, k_starts, seed_base, scale, rate, n, m,
+    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head, dq_row, dq_head,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    """Gradient of the queries, and delta, the inner product of each output and its gradient."""
+    first = tl.program_id(0) * BLOCK_Q
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_Q)
+    q = _load(q_base + head * q_head, rows, n, q_row, d, D)
+    do = _load(do_base + head * do_head, rows, n, do_row, d, D)
+    o = _load(o_base + head * o_head, rows, n, o_row, d, D)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(delta_base + head * n + rows, delta, mask=rows < n)
+    lse = tl.load(lse_base + head * n + rows, mask=rows < n, other=0.0)
+    q_sentence = tl.load(q_sentences + rows, mask=rows < n, other=-1)
+    begin, end = _range(q_sentences, k_starts, first, tl.minimum(first + BLOCK_Q, n) - 1)
+    if CAUSAL:
+        end = tl.minimum(end, first + BLOCK_Q)
+    if DROPOUT:
+        seed = tl.load(seed_base) + head * 0x632BE59B
+        k_start = tl.load(k_starts + q_sentence, mask=rows < n, other=0)
+    dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    start = begin
+    while start < end:
+        cols = start + tl.arange(0, BLOCK_K)
+        k_sentence = tl.load(k_sentences + cols, mask=cols < end, other=-2)
+        k = _load(k_base + head * k_head, cols, end, k_row, d, D)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        p = tl.exp2(s - lse[:, None])
+        v = _load(v_base + head * v_head, cols, end, v_row, d, D)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            kept = keep(seed, rows[:, None], cols[None, :] - k_start[:, None], rate)
+            dp = tl.where(kept, dp / (1 - rate), 0.0)
+        ds = p * (dp - delta[:, None])
+        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+        start += BLOCK_K
+    _store(dq_base + head * dq_head, dq * scale, rows, n, dq_row, d, D)
+
+
+@triton.jit
+def _key_kernel(  # noqa: N803
+    q_base, k_base, v_base, lse_base, do_base, delta_base, dk_base, dv_base,
+    q_sentences, k_sentences, q_starts, k_starts, seed_base, scale, rate, n, m,
+    q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    """Gradients of keys and values."""
+    first = tl.program_id(0) * BLOCK_K
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    cols = first + tl.arange(0, BLOCK_K)
+    k = _load(k_base + head * k_head, cols, m, k_row, d, D)
+    v = _load(v_base + head * v_head, cols, m, v_row, d, D)
+    k_sentence = tl.load(k_sentences + cols, mask=cols < m, other=-2)
+    begin, end = _range(k_sentences, q_starts, first, tl.minimum(first + BLOCK_K, m) - 1)
+    if CAUSAL:
+        begin = tl.maximum(begin, first)
+    if DROPOUT:
+        seed = tl.load(seed_base) + head * 0x632BE59B
+    dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    start = begin
+    while start < end:
+        rows = start + tl.arange(0, BLOCK_Q)
+        q_sentence = tl.load(q_sentences + rows, mask=rows < end, other=-1)
+        q = _load(q_base + head * q_head, rows, end, q_row, d, D)
+        do = _load(do_base + head * do_head, rows, end, do_row, d, D)
+        lse = tl.load(lse_base + head * n + rows, mask=rows < end, other=0.0)
+        delta = tl.load(delta_base + head * n + rows, mask=rows < end, other=0.0)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        p = tl.exp2(s - lse[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dropped = p
+        if DROPOUT:
+            k_start = tl.load(k_starts + q_sentence, mask=rows < end, other=0)
+            kept = keep(seed, rows[:, None], cols[None, :] - k_start[:, None], rate)
+            dropped = tl.where(kept, p / (1 - rate), 0.0)
+            dp = tl.where(kept, dp / (1 - rate), 0.0)
+        dv += tl.dot(tl.trans(dropped.to(do.dtype)), do, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
+        start += BLOCK_Q
+    _store(dk_base + head * dk_head, dk * scale, cols, m, dk_row, d, D)
+    _store(dv_base + head * dv_head, dv, cols, m, dv_row, d, D)
+
+
+def _constants(q: Tensor, causal: bool, rate: float) -> dict[str, Any]:
+    dim = q.shape[-1]
+    block_d = max(triton.next_power_of_2(dim), 16)
+    # What a block holds must fit into 227 KiB of shared memory and 64 K registers.
+    block = 64 if block_d <= 128 else 32 if block_d <= 512 else 16
+    if q.dtype == torch.float32 and block_d > 64:
+        block = 32 if block_d <= 128 else 16
+    return {
+        "D": dim,
+        "BLOCK_D": block_d,
+        "BLOCK_Q": block,
+        "BLOCK_K": block,
+        "CAUSAL": causal,
+        "DROPOUT": rate > 0,
+        "PRECISION": "tf32x3",  # float32 by three products of tensor cores; others have one precision
+        "num_warps": 4 if block_d <= 128 else 8,
+        "num_stages": 2 if block_d <= 128 else 1,
+    }
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: Any, keys: Any, causal: bool, rate: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs N x H x D and the log2-sum-exp of the scores, H x N; rows as ``PackedRows``."""
+    n, heads, dim = q.shape
+    out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, n), dtype=torch.float32, device=q.device)
+    constants = _constants(q, causal, rate)
+    strides = [s for x in (q, k, v, out) for s in x.stride()[:2]]
+    grid = (triton.cdiv(n, constants["BLOCK_Q"]), heads)
+    _forward_kernel[grid](
+        q, k, v, out, lse, queries.sentence, keys.sentence, keys.starts, seed if rate > 0 else lse,
+        dim**-0.5, rate, n, len(k), *strides, **constants,
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_backward(
+    grad: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    into: tuple[Tensor, Tensor, Tensor],
+    queries: Any,
+    keys: Any,
+    causal: bool,
+    rate: float,
+    seed: Tensor | None,
+) -> None:
+    """Write the gradients of q, k and v to the tensors *into*; *saved* is q, k, v, output, log2-sum-exp."""
+    q, k, v, out, lse = saved
+    n, heads, dim = q.shape
+    constants = _constants(q, causal, rate)
+    delta = torch.empty_like(lse)
+    scalars = dim**-0.5, rate, n, len(k)
+    seed = seed if rate > 0 else lse
+    strides = [s for x in (q, k, v, out, grad, into[0]) for s in x.stride()[:2]]
+    _query_kernel[(triton.cdiv(n, constants["BLOCK_Q"]), heads)](
+        q, k, v, out, lse, grad, into[0], delta,
+        queries.sentence, keys.sentence, keys.starts, seed, *scalars, *strides, **constants,
+    )  # fmt: skip
+    strides = [s for x in (q, k, v, grad, *into[1:]) for s in x.stride()[:2]]
+    _key_kernel[(triton.cdiv(len(k), constants["BLOCK_K"]), heads)](
+        q, k, v, lse, grad, delta, *into[1:],
+        queries.sentence, keys.sentence, queries.starts, keys.starts, seed, *scalars, *strides, **constants,
+    )  # fmt: skip

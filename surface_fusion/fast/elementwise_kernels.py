@@ -1,0 +1,179 @@
+"""Triton: bias, dropout, residual and LayerNorm in one pass over the rows; ReLU's backward with its bias.
+
+With x, residual of N x C: ``s = residual + dropout(x + bias)``, ``y = (s - mean) / std * weight + bias``.
+Gradients of vectors are sums over all rows: each program keeps its own sum over the rows that it
+takes in turn, and torch adds those up.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surface_fusion.fast.dropout_kernels import keep
+
+PROGRAMS = 264
+"""How many share the rows in backward: two for each multiprocessor of an H100."""
+
+
+@triton.jit
+def _add_norm_kernel(  # noqa: N803
+    x_base, x_bias, residual_base, weight, bias, s_base, y_base, mean_base, rstd_base, seed_base, rate, eps, n,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_C)
+    inside = cols < C
+    mask = (rows < n)[:, None] & inside[None, :]
+    at = rows.to(tl.int64)[:, None] * C + cols[None, :]
+    x = tl.load(x_base + at, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(x_bias + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if DROPOUT:
+        x = tl.where(keep(tl.load(seed_base), rows[:, None], cols[None, :], rate), x / (1 - rate), 0.0)
+    s = x + tl.load(residual_base + at, mask=mask, other=0.0).to(tl.float32)
+    s = s.to(s_base.dtype.element_ty).to(tl.float32)  # what is normalised is what is kept
+    tl.store(s_base + at, s.to(s_base.dtype.element_ty), mask=mask)
+    mean = tl.sum(s, 1) / C
+    centred = tl.where(inside[None, :], s - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    y = centred * rstd[:, None] * w[None, :] + b[None, :]
+    tl.store(y_base + at, y.to(y_base.dtype.element_ty), mask=mask)
+    tl.store(mean_base + rows, mean, mask=rows < n)
+    tl.store(rstd_base + rows, rstd, mask=rows < n)
+
+
+@triton.jit
+def _add_norm_backward_kernel(  # noqa: N803
+    dy_base, ds_base, s_base, weight, mean_base, rstd_base, seed_base, rate, n,
+    dx_base, dresidual_base, sums_base,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+    FROM_Y: tl.constexpr, FROM_S: tl.constexpr,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    cols = tl.arange(0, BLOCK_C)
+    inside = cols < C
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros((BLOCK_C,), tl.float32)
+    d_bias = tl.zeros((BLOCK_C,), tl.float32)
+    d_x_bias = tl.zeros((BLOCK_C,), tl.float32)
+    first = tl.program_id(0) * ROWS
+    while first < n:
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < n)[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * C + cols[None, :]
+        ds = tl.zeros((ROWS, BLOCK_C), tl.float32)
+        if FROM_Y:
+            dy = tl.load(dy_base + at, mask=mask, other=0.0).to(tl.float32)
+            s = tl.load(s_base + at, mask=mask, other=0.0).to(tl.float32)
+            mean = tl.load(mean_base + rows, mask=rows < n, other=0.0)
+            rstd = tl.load(rstd_base + rows, mask=rows < n, other=0.0)
+            normed = tl.where(inside[None, :], (s - mean[:, None]) * rstd[:, None], 0.0)
+            d_weight += tl.sum(dy * normed, 0)
+            d_bias += tl.sum(dy, 0)
+            dn = dy * w[None, :]
+            along = tl.sum(dn * normed, 1) / C
+            ds = (dn - normed * along[:, None] - (tl.sum(dn, 1) / C)[:, None]) * rstd[:, None]
+        if FROM_S:
+            ds += tl.load(ds_base + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dresidual_base + at, ds.to(dresidual_base.dtype.element_ty), mask=mask)
+        dx = tl.where(inside[None, :], ds, 0.0)
+        if DROPOUT:
+            dx = tl.where(keep(tl.load(seed_base), rows[:, None], cols[None, :], rate), dx / (1 - rate), 0.0)
+            tl.store(dx_base + at, dx.to(dx_base.dtype.element_ty), mask=mask)
+        d_x_bias += tl.sum(dx, 0)
+        first += tl.num_programs(0) * ROWS
+    sums = sums_base + tl.program_id(0) * 3 * C + cols
+    tl.store(sums, d_weight, mask=inside)
+    tl.store(sums + C, d_bias, mask=inside)
+    tl.store(sums + 2 * C, d_x_bias, mask=inside)
+
+
+@triton.jit
+def _relu_backward_kernel(  # noqa: N803
+    grad_base, h_base, scale, n, du_base, sums_base, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
+):  # type: ignore[no-untyped-def] # fmt: skip
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = cols < C
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    first = tl.program_id(0) * ROWS
+    while first < n:
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < n)[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * C + cols[None, :]
+        h = tl.load(h_base + at, mask=mask, other=0.0)
+        du = tl.load(grad_base + at, mask=mask, other=0.0).to(tl.float32) * scale
+        du = tl.where(h > 0, du, 0.0)
+        tl.store(du_base + at, du.to(du_base.dtype.element_ty), mask=mask)
+        total += tl.sum(du, 0)
+        first += tl.num_programs(0) * ROWS
+    tl.store(sums_base + tl.program_id(0) * C + cols, total, mask=inside)
+
+
+def _shape(dim: int) -> dict[str, int]:
+    """A block of about 4,096 elements."""
+    block = triton.next_power_of_2(dim)
+    return {"C": dim, "BLOCK_C": block, "ROWS": max(4096 // block, 1), "num_warps": 8 if block > 2048 else 4}
+
+
+def add_norm_forward(
+    x: Tensor,
+    x_bias: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    rate: float,
+    eps: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """s, y, and each row's mean and 1/std, see the module's head."""
+    n, dim = x.shape
+    s, y = torch.empty_like(x), torch.empty_like(x)
+    mean, rstd = torch.empty((2, n), dtype=torch.float32, device=x.device).unbind()
+    shape = _shape(dim)
+    _add_norm_kernel[(triton.cdiv(n, shape["ROWS"]),)](
+        x, x_bias, residual, weight, bias, s, y, mean, rstd, seed if rate > 0 else mean, rate, eps, n,
+        **shape, DROPOUT=rate > 0,
+    )  # fmt: skip
+    return s, y, mean, rstd
+
+
+def add_norm_backward(
+    dy: Tensor | None, ds: Tensor | None, saved: Any, rate: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the residual, and the 3 x C of weight, bias and x's bias, in float32.
+
+    *saved* is (s, weight, mean, rstd); *dy* and *ds* may be missing, not both.
+    """
+    s, weight, mean, rstd = saved
+    n, dim = s.shape
+    d_residual = torch.empty_like(s)
+    d_x = torch.empty_like(s) if rate > 0 else d_residual
+    shape = _shape(dim)
+    programs = min(PROGRAMS, triton.cdiv(n, shape["ROWS"]))
+    sums = torch.empty((programs, 3, dim), dtype=torch.float32, device=s.device)
+    _add_norm_backward_kernel[(programs,)](
+        s if dy is None else dy, s if ds is None else ds, s, weight, mean, rstd, seed if rate > 0 else mean,
+        rate, n, d_x, d_residual, sums, **shape, DROPOUT=rate > 0, FROM_Y=dy is not None, FROM_S=ds is not None,
+    )  # fmt: skip
+    return d_x, d_residual, sums.sum(0)
+
+
+def relu_backward(grad: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradient before a ReLU whose output, perhaps with zeros dropped into it, is *h*; and its sum over rows.
+
+    Args:
+        grad, h: N x C.
+        scale: by what dropout multiplied what it kept.
+    """
+    n, dim = h.shape
+    du = torch.empty_like(grad)
+    block, rows = min(triton.next_power_of_2(dim), 512), 8
+    programs = min(PROGRAMS // 2, triton.cdiv(n, rows))
+    sums = torch.empty((programs, dim), dtype=torch.float32, device=h.device)
+    _relu_backward_kernel[(programs, triton.cdiv(dim, block))](
+        grad, h, scale, n, du, sums, C=dim, BLOCK_C=block, ROWS=rows, num_warps=4
+    )
+    return du, sums.sum(0)

@@ -52,8 +52,8 @@ else
         --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \
         --encoder-normalize-before --decoder-normalize-before --share-all-embeddings \
         --surfacefusion att --sf-mode hard --sf-gate 0.8 --sf-renormalize \
-        --dropout 0.1 --attention-dropout 0 --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
-        --optimizer adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
+        --dropout 0.1 --attention-dropout 0 --criterion fused_label_smoothed_cross_entropy --label-smoothing 0.1 \
+        --optimizer flat_adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
         --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
         --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
         --no-epoch-checkpoints --save-dir "$run/checkpoints" \

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train the published model on what prepare.sh wrote, with the published flags.
+# Train the published model on what prepare.sh wrote, with the published flags, but for optimizer and criterion: the
+# same formulas, several times as fast.
 #
 #   train.sh [OUT] [--direction en-ro|ro-en] [--vanilla] [--gpus N] [--run NAME] [-- FAIRSEQ FLAGS]
 #
@@ -65,11 +66,11 @@ exec > >(tee -a "$save/train.log") 2>&1
 exec "$python" -m surface_fusion train \
     "$out/data-bin" --source-lang "$src" --target-lang "$tgt" \
     --arch transformer_surface_fusion --share-all-embeddings \
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
+    --optimizer flat_adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \
     --lr-scheduler inverse_sqrt --warmup-init-lr 1e-07 --warmup-updates 4000 \
     --lr 0.0005 --min-lr 1e-09 \
     --dropout 0.3 --weight-decay 0.0 \
-    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 \
+    --criterion fused_label_smoothed_cross_entropy --label-smoothing 0.1 \
     --save-dir "$save" --seed 333 --ddp-backend=no_c10d "${device[@]}" \
     --max-tokens 2048 --update-freq "$update_freq" --max-update 60000 --keep-last-epochs 1 \
     "${model[@]}" "$@"

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, nargs="+", metavar="N", help="a GPU; default: 16384 2048")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: base, the README's")
     parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[1], metavar="N", help="default: 1; on a CPU: processes"
+        "--gpus", type=int, nargs="+", default=[1], metavar="N", help="on a CPU: processes; default: 1"
     )
     parser.add_argument("--cold", type=int, metavar="N", help="updates that count as cold; default: 500")
     parser.add_argument("--window", type=int, metavar="N", help="updates of a steady window; default: 40")

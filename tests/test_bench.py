@@ -1,0 +1,186 @@
+"""scripts/bench: its arithmetic and its table, and each script once in its smallest size on the CPU."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+COLUMNS = "run,table,contender,setting,value,unit,n,hardware,torch,date"
+
+
+def script(name: str) -> ModuleType:
+    """A script as a module; their names are free again afterwards."""
+    names = {path.stem for path in BENCH.glob("*.py")}
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+        for other in names & set(sys.modules):
+            del sys.modules[other]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """``run("train", "--quick")`` as the command line does, without a process of its own."""
+    loggers = [logging.getLogger(name) for name in ("fairseq", "surface_fusion", "fairseq_cli.preprocess")]
+    levels = [logger.level for logger in loggers]
+
+    def run(name: str, *flags: object) -> None:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
+        script(name).main()
+
+    yield run
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def row(**changes: object) -> dict[str, object]:
+    cells = dict(run="r1", table="train", contender="fast", setting="max_tokens=16384;phase=cold", value=2.5)
+    return {
+        **cells,
+        "unit": "tok/s",
+        "n": 5,
+        "hardware": "a, b",
+        "torch": "2.11",
+        "date": "2026-01-01",
+        **changes,
+    }
+
+
+def test_rows_are_appended_and_none_is_lost(tmp_path: Path) -> None:
+    results = script("results")
+    table = tmp_path / "deep" / "train.csv"
+    rows = [results.Row(**row(value=float(i), n=i)) for i in range(3)]
+    results.append_rows(table, rows[:1])
+    results.append_rows(table, rows[1:])
+    assert results.read_rows(table) == rows
+    assert table.read_text().splitlines()[0] == COLUMNS
+    assert [path.name for path in table.parent.iterdir()] == ["train.csv"]
+
+
+def test_a_table_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    results = script("results")
+    table = tmp_path / "other.csv"
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match="columns"):
+        results.append_rows(table, [results.Row(**row())])
+    with pytest.raises(SystemExit, match="columns"):
+        results.Run("train", table, cpu=True)
+    assert table.read_text() == "a,b\n1,2\n"
+
+
+def test_contenders_are_compared_with_fairseq_at_the_same_setting() -> None:
+    results = script("results")
+    rows = [results.Row(**row(contender=c, value=v)) for c, v in (("fast", 30.0), ("fairseq", 10.0))]
+    rows.append(results.Row(**row(contender="fast", value=7.0, setting="phase=steady")))
+    text = "\n".join(results.comparison(rows))
+    assert text.index("fairseq") < text.index("fast")
+    assert "30.00   3.00 x" in text and "10.00   1.00 x" in text
+    assert "7.00   1.00 x" in text, "alone it is its own measure"
+
+
+RECORD = {
+    "seconds": [2.0, 3.0, 4.0, 9.0, 10.0, 11.0, 12.0, 14.0],
+    "tokens": [10, 10, 10, 10, 10, 10, 10, 10],
+    "pauses": [[3, 4.0]],
+    "steady_from": 2,
+    "peak_gib": 1.0,
+}
+
+
+def test_cold_is_everything_since_the_first_epoch_began() -> None:
+    train = script("train")
+    assert train.cold_rate([RECORD], 4) == (40 / 9, 4)
+    assert train.cold_rate([RECORD], 500) == (80 / 14, 8)
+
+
+def test_steady_are_whole_windows_with_or_without_the_pauses_between_epochs() -> None:
+    train = script("train")
+    assert train.steady_rates([RECORD], 2, pauses=True) == [20 / 6, 20 / 2, 20 / 3]
+    assert train.steady_rates([RECORD], 2, pauses=False) == [20 / 2, 20 / 2, 20 / 3]
+    assert train.steady_rates([RECORD], 4, pauses=True) == [40 / 8], "an incomplete window does not count"
+    assert train.steady_rates([{**RECORD, "steady_from": None}], 2, pauses=True) == []
+
+
+def test_of_several_processes_all_tokens_count_in_the_time_of_the_slowest() -> None:
+    train = script("train")
+    slow = {**RECORD, "seconds": [2 * s for s in RECORD["seconds"]]}
+    assert train.cold_rate([RECORD, slow], 4) == (80 / 18, 4)
+
+
+def test_one_thing_is_varied_at_a_time() -> None:
+    scaling = script("scaling")
+    axes = {"max_tokens": [1, 2], "vocab": [8], "layers": [6, 9]}
+    base = {"max_tokens": 2, "vocab": 8, "layers": 6}
+    changes = [{"max_tokens": 1}, {}, {"layers": 9}]
+    assert scaling.points(axes, base) == [{**base, **change} for change in changes]
+
+
+def test_translations_that_differ_are_counted() -> None:
+    assert script("decode").differing([[1, 2], [3]], [[1, 2], [4]]) == 1
+
+
+@pytest.mark.parametrize("contender", ["fairseq", "plain", "fast"])
+def test_the_loss_of_each_contender_has_all_gradients(contender: str) -> None:
+    loss = script("loss")
+    problem = loss.make_problem(7, 4, 11, torch.float64, "cpu")
+    for mode in loss.MODES:
+        value, inputs = loss.LOSSES[contender](problem, mode)
+        gradients = torch.autograd.grad(value, inputs)
+        assert all(gradient.abs().max() > 0 for gradient in gradients)
+
+
+def test_plain_and_fast_loss_are_one_number_in_hard_mode() -> None:
+    loss = script("loss")
+    problem = loss.make_problem(7, 4, 11, torch.float64, "cpu")
+    plain, fast = (loss.LOSSES[name](problem, "hard")[0] for name in ("plain", "fast"))
+    assert fast.item() == pytest.approx(plain.item(), rel=1e-9)
+
+
+def test_trainings_in_two_processes(run: Callable[..., None], tmp_path: Path) -> None:
+    out = tmp_path / "train.csv"
+    run("train", "--quick", "--cpu", "--contender", "fast", "--gpus", 2, "-o", out)
+    rows = script("results").read_rows(out)
+    assert [r.table for r in rows] == ["memory", "train", "train", "train"]
+    assert all(r.contender == "fast" and "gpus=2" in r.setting and r.value > 0 for r in rows)
+    assert [r.n for r in rows] == [1, 1, 2, 2]
+    assert len({r.run for r in rows}) == 1
+
+
+def test_all_tables_and_their_picture(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.csv"
+    run("loss", "--quick", "--cpu", "-o", out)
+    run("scaling", "--quick", "--cpu", "--vocab", "--layers", "-o", out)
+    run("memory", "--quick", "--cpu", "--contender", "fairseq", "-o", out)
+    run("decode", "--quick", "--cpu", "-o", out)
+    assert "fp32, batch 128: 0 of 40 translations differ" in capsys.readouterr().out
+    rows = script("results").read_rows(out)
+    assert {(r.table, r.contender) for r in rows} == {
+        *(("loss", contender) for contender in ("fairseq", "plain", "fast", "floor")),
+        *(("scaling", contender) for contender in ("fairseq", "fast")),
+        ("memory", "fairseq"),
+        *(("decode", contender) for contender in ("fairseq", "plain", "fast")),
+    }
+    assert all(r.value > 0 for r in rows)
+    picture = tmp_path / "bench.png"
+    run("plot", out, "-o", picture)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [((), "DATA-BIN"), (("--quick", "--cpu", "--dtype", "fp16"), "needs a CUDA GPU")]
+)
+def test_what_cannot_be_measured_is_refused(
+    run: Callable[..., None], tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(SystemExit, match=words):
+        run("train", *flags, "-o", tmp_path / "train.csv")

@@ -42,8 +42,8 @@ class FusedLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionCon
     sf_plain: bool = field(
         default=False,
         metadata={
-            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones are "
-            "tested against"
+            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones "
+            "are tested against"
         },
     )
 
@@ -154,9 +154,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         With several processes fairseq sums them over processes before it does, so there they stay.
         """
         one = next(iter(logged.values()))
-        if not one.is_cuda or (
-            torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        ):
+        if not one.is_cuda or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
             return logged
         values = torch.empty(len(logged), pin_memory=True)
         values.copy_(torch.stack(list(logged.values())), non_blocking=True)
@@ -184,5 +182,5 @@ def _unwrapped(model: Any) -> Any:
 
 def _hard(model: Any) -> bool:
     """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
-    cfg = getattr(getattr(_unwrapped(model), "decoder", None), "cfg", None)
+    cfg: Any = getattr(getattr(_unwrapped(model), "decoder", None), "cfg", None)
     return bool(getattr(cfg, "surfacefusion", None) and cfg.mode.gated and not cfg.sf_renormalize)

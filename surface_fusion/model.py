@@ -67,7 +67,7 @@ class SurfaceFusionModel(TransformerModelBase):
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
     def train(self, mode: bool = True) -> "SurfaceFusionModel":
-        """As torch's. fairseq asks for it twice an update, and torch walks over hundreds of modules each time."""
+        """As torch's. fairseq asks twice an update, and torch walks over hundreds of modules each time."""
         if not self._walked or not all(module.training is mode for module in self._walked):
             super().train(mode)
             self._walked = tuple(self.modules())

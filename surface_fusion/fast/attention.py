@@ -1,7 +1,7 @@
 """Attention over packed rows: sentence i of the queries reads sentence i of the keys.
 
-``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d: on a GPU without
-ever padding (``attention_kernels.py``), elsewhere and as the oracle with sentences padded for
+``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d: on a GPU
+without ever padding (``attention_kernels.py``), elsewhere and as the oracle with sentences padded for
 ``scaled_dot_product_attention``.
 """
 
@@ -48,7 +48,8 @@ def attend_self(
 ) -> Tensor:
     """:func:`attend` for queries, keys and values that lie side by side: N x 3 x H x d to N x H x d."""
     if not use_kernels(qkv):
-        return attend_padded(*qkv.unbind(1), rows, rows, causal=causal, rate=rate)
+        q, k, v = qkv.unbind(1)
+        return attend_padded(q, k, v, rows, rows, causal=causal, rate=rate)
     return _AttendSelf.apply(qkv, rows, causal, rate, seed)
 
 
@@ -113,7 +114,8 @@ class _AttendSelf(torch.autograd.Function):
     ) -> Tensor:
         from surface_fusion.fast.attention_kernels import attention_forward
 
-        out, lse = attention_forward(*qkv.unbind(1), rows, rows, causal, rate, seed)
+        q, k, v = qkv.unbind(1)
+        out, lse = attention_forward(q, k, v, rows, rows, causal, rate, seed)
         ctx.save_for_backward(qkv, out, lse)
         ctx.how = rows, rows, causal, rate, seed
         return out
@@ -124,5 +126,7 @@ class _AttendSelf(torch.autograd.Function):
 
         qkv, out, lse = ctx.saved_tensors
         into = torch.empty_like(qkv)
-        attention_backward(grad, (*qkv.unbind(1), out, lse), into.unbind(1), *ctx.how)
+        q, k, v = qkv.unbind(1)
+        d_q, d_k, d_v = into.unbind(1)
+        attention_backward(grad, (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.how)
         return into, None, None, None, None

@@ -23,9 +23,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _scores(  # noqa: N803
-    q, k, q_rows, k_rows, q_sentence, k_sentence, scale, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _scores(
+    q: tl.tensor, k: tl.tensor, q_rows: tl.tensor, k_rows: tl.tensor, q_sentence: tl.tensor,
+    k_sentence: tl.tensor, scale: tl.tensor, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Scores in units of log2, -inf where a query may not look."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     seen = q_sentence[:, None] == k_sentence[None, :]
@@ -35,19 +36,26 @@ def _scores(  # noqa: N803
 
 
 @triton.jit
-def _load(base, rows, limit, stride, d, D: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _load(
+    base: tl.tensor, rows: tl.tensor, limit: tl.tensor, stride: tl.tensor, d: tl.tensor, D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     mask = (rows < limit)[:, None] & (d < D)[None, :]
     return tl.load(base + rows.to(tl.int64)[:, None] * stride + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(base, x, rows, limit, stride, d, D: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _store(
+    base: tl.tensor, x: tl.tensor, rows: tl.tensor, limit: tl.tensor, stride: tl.tensor, d: tl.tensor,
+    D: tl.constexpr,
+) -> None:  # fmt: skip
     mask = (rows < limit)[:, None] & (d < D)[None, :]
     tl.store(base + rows.to(tl.int64)[:, None] * stride + d[None, :], x.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _range(sentences, starts, first, last):  # type: ignore[no-untyped-def]
+def _range(
+    sentences: tl.tensor, starts: tl.tensor, first: tl.tensor, last: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The rows of the other side that rows *first* to *last* have to do with."""
     begin = tl.load(starts + tl.load(sentences + first))
     end = tl.load(starts + tl.load(sentences + last) + 1)
@@ -55,13 +63,14 @@ def _range(sentences, starts, first, last):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # noqa: N803
-    q_base, k_base, v_base, o_base, lse_base,
-    q_sentences, k_sentences, k_starts, seed_base, scale, rate, n, m,
-    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+def _forward_kernel(
+    q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
+    q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor,
+    o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def] # fmt: skip
+) -> None:  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -100,13 +109,16 @@ def _forward_kernel(  # noqa: N803
 
 
 @triton.jit
-def _query_kernel(  # noqa: N803
-    q_base, k_base, v_base, o_base, lse_base, do_base, dq_base, delta_base,
-    q_sentences, k_sentences, k_starts, seed_base, scale, rate, n, m,
-    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head, dq_row, dq_head,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def] # fmt: skip
+def _query_kernel(
+    q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
+    do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor,
+    k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor,
+    n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
+    v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row: tl.tensor,
+    do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Gradient of the queries, and delta, the inner product of each output and its gradient."""
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1)
@@ -145,13 +157,16 @@ def _query_kernel(  # noqa: N803
 
 
 @triton.jit
-def _key_kernel(  # noqa: N803
-    q_base, k_base, v_base, lse_base, do_base, delta_base, dk_base, dv_base,
-    q_sentences, k_sentences, q_starts, k_starts, seed_base, scale, rate, n, m,
-    q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head, dk_row, dk_head, dv_row, dv_head,
+def _key_kernel(
+    q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, lse_base: tl.tensor, do_base: tl.tensor,
+    delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor,
+    k_sentences: tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, do_row: tl.tensor,
+    do_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def] # fmt: skip
+) -> None:  # fmt: skip
     """Gradients of keys and values."""
     first = tl.program_id(0) * BLOCK_K
     head = tl.program_id(1)

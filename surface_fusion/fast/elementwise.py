@@ -40,7 +40,8 @@ def project_add_norm(
     """
     weight, bias, eps = norm
     if use_kernels(x) and residual.shape[-1] <= WIDEST_ROW:
-        return _AddNorm.apply(F.linear(x, projection[0]), projection[1], residual, weight, bias, rate, eps, seed)
+        x = F.linear(x, projection[0])
+        return _AddNorm.apply(x, projection[1], residual, weight, bias, rate, eps, seed)
     s = residual + drop(F.linear(x, *projection), rate)
     return s, F.layer_norm(s, weight.shape, weight, bias, eps)
 

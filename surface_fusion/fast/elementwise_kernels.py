@@ -19,10 +19,12 @@ PROGRAMS = 264
 
 
 @triton.jit
-def _add_norm_kernel(  # noqa: N803
-    x_base, x_bias, residual_base, weight, bias, s_base, y_base, mean_base, rstd_base, seed_base, rate, eps, n,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-):  # type: ignore[no-untyped-def] # fmt: skip
+def _add_norm_kernel(
+    x_base: tl.tensor, x_bias: tl.tensor, residual_base: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    s_base: tl.tensor, y_base: tl.tensor, mean_base: tl.tensor, rstd_base: tl.tensor, seed_base: tl.tensor,
+    rate: tl.tensor, eps: tl.tensor, n: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+) -> None:  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_C)
     inside = cols < C
@@ -47,12 +49,12 @@ def _add_norm_kernel(  # noqa: N803
 
 
 @triton.jit
-def _add_norm_backward_kernel(  # noqa: N803
-    dy_base, ds_base, s_base, weight, mean_base, rstd_base, seed_base, rate, n,
-    dx_base, dresidual_base, sums_base,
-    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
-    FROM_Y: tl.constexpr, FROM_S: tl.constexpr,
-):  # type: ignore[no-untyped-def] # fmt: skip
+def _add_norm_backward_kernel(
+    dy_base: tl.tensor, ds_base: tl.tensor, s_base: tl.tensor, weight: tl.tensor, mean_base: tl.tensor,
+    rstd_base: tl.tensor, seed_base: tl.tensor, rate: tl.tensor, n: tl.tensor, dx_base: tl.tensor,
+    dresidual_base: tl.tensor, sums_base: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, DROPOUT: tl.constexpr, FROM_Y: tl.constexpr, FROM_S: tl.constexpr,
+) -> None:  # fmt: skip
     cols = tl.arange(0, BLOCK_C)
     inside = cols < C
     w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
@@ -92,9 +94,10 @@ def _add_norm_backward_kernel(  # noqa: N803
 
 
 @triton.jit
-def _relu_backward_kernel(  # noqa: N803
-    grad_base, h_base, scale, n, du_base, sums_base, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
-):  # type: ignore[no-untyped-def] # fmt: skip
+def _relu_backward_kernel(
+    grad_base: tl.tensor, h_base: tl.tensor, scale: tl.tensor, n: tl.tensor, du_base: tl.tensor,
+    sums_base: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = cols < C
     total = tl.zeros((BLOCK_C,), tl.float32)
@@ -156,7 +159,8 @@ def add_norm_backward(
     sums = torch.empty((programs, 3, dim), dtype=torch.float32, device=s.device)
     _add_norm_backward_kernel[(programs,)](
         s if dy is None else dy, s if ds is None else ds, s, weight, mean, rstd, seed if rate > 0 else mean,
-        rate, n, d_x, d_residual, sums, **shape, DROPOUT=rate > 0, FROM_Y=dy is not None, FROM_S=ds is not None,
+        rate, n, d_x, d_residual, sums,
+        **shape, DROPOUT=rate > 0, FROM_Y=dy is not None, FROM_S=ds is not None,
     )  # fmt: skip
     return d_x, d_residual, sums.sum(0)
 

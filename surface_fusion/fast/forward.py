@@ -246,7 +246,7 @@ class PackedTransformer:
         if not self.cfg.sf_no_detach:
             query, key = query.detach(), key.detach()
         attention = self.decoder.sf_attn
-        projected = (
+        q, k, v = (
             self._linear(x, module).view(len(x), attention.num_heads, -1)
             for x, module in (
                 (query, attention.q_proj),
@@ -255,7 +255,7 @@ class PackedTransformer:
             )
         )
         rate = self._rate(attention.dropout_module)
-        read = attend(*projected, batch.tgt, batch.src, rate=rate, seed=self._seed())
+        read = attend(q, k, v, batch.tgt, batch.src, rate=rate, seed=self._seed())
         r = self._linear(read.flatten(1), attention.out_proj)
         return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
 

@@ -1,7 +1,7 @@
 """A batch without padding: the tokens of all sentences in one row after another.
 
-fairseq pads a batch of B sentences to B x T. Here each side is N rows, ``starts[i]`` to ``starts[i + 1]`` being
-sentence i, so that no product is taken with padding and the shape of a batch is one number.
+fairseq pads a batch of B sentences to B x T. Here each side is N rows, ``starts[i]`` to ``starts[i + 1]``
+being sentence i, so that no product is taken with padding and the shape of a batch is one number.
 
 For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. What is
 left over becomes sentences of padding tokens, which only see each other and have weight zero in the loss:
@@ -42,9 +42,7 @@ class PackedBatch:
     target: Tensor
 
 
-def pack(
-    src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int
-) -> PackedBatch:
+def pack(src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int) -> PackedBatch:
     """The batch without its padding, on the CPU or where a synchronisation does not matter.
 
     Args:

@@ -21,7 +21,7 @@ from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack
 logger = logging.getLogger(__name__)
 
 RECORDING_ROWS = 300_000
-"""What making a recording costs (0.2 s), in units of :attr:`Capacity.cost` (an H100 does 2 million a second)."""
+"""What making a recording costs, 0.2 s, in units of :attr:`Capacity.cost` (an H100: 2 million a second)."""
 
 
 class PackedStep:
@@ -146,7 +146,10 @@ class Recording:
         self._backward_graph, _ = self._capture(lambda: backward(self.scale))
 
     def _forward(self) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
-        batch = pack_static(*self.tokens, self.shape, self.capacity, self.padding_idx)
+        src_tokens, prev_output_tokens, target = self.tokens
+        batch = pack_static(
+            src_tokens, prev_output_tokens, target, self.shape, self.capacity, self.padding_idx
+        )
         return self._step.forward(batch)
 
     def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:

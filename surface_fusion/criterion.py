@@ -1,7 +1,7 @@
 """``--criterion fused_label_smoothed_cross_entropy``: the loss of ``label_smoothed_cross_entropy``, fast.
 
-Three ways lead to the same number, the first that fits is taken for the whole training, and one line of
-the log says which:
+Three ways lead to the same number, the first that fits is taken for a whole training, and one line of the
+log says which:
 
 1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``fast/step.py``);
 2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
@@ -14,6 +14,7 @@ import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from fairseq import utils
@@ -21,12 +22,13 @@ from fairseq.criterions import register_criterion
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
+    label_smoothed_nll_loss,
 )
 from fairseq.logging import metrics
 from torch import Tensor
 
 from surface_fusion.distributions import at_least_float32
-from surface_fusion.fast.eligibility import why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -63,19 +65,23 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
-        self._way: str | PackedStep | None = None
+        self._ways: WeakKeyDictionary[Any, str | PackedStep] = WeakKeyDictionary()
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, Any, dict[str, Any]]:
-        """As fairseq's: the summed loss, the sample size and what to log."""
+        """As fairseq's: the summed loss, the sample size and what to log.
+
+        ``--report-accuracy`` costs the fast ways a forward of its own.
+        """
         way = self._way_for(model) if reduce else "plain"
+        net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
             losses = way.train(sample) if model.training else way.evaluate(sample)
         elif way == "fused":
             losses = self._fused(model, sample)
         else:
-            losses = self._plain(model, sample, reduce)
+            losses = self._plain(model, net_output, sample, reduce)
         sentences = sample["target"].shape[0]
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
         logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
@@ -91,32 +97,32 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         }
         if self.report_accuracy:
             with torch.no_grad():
-                correct, total = self.compute_accuracy(model, model(**sample["net_input"]), sample)
+                net_output = net_output or model(**sample["net_input"])
+                correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output["n_correct"] = utils.item(correct)
             logging_output["total"] = utils.item(total)
         return losses.loss, sample_size, logging_output
 
     def _way_for(self, model: Any) -> str | PackedStep:
-        """Decided once: all processes of a training must go the same way."""
-        if self._way is None:
-            self._way, said = self._decide(_unwrapped(model))
+        """Decided once for a model: all processes of a training must go the same way."""
+        if model not in self._ways:
+            self._ways[model], said = self._decide(model)
             logger.info(f"fused_label_smoothed_cross_entropy: {said}")
-        return self._way
+        return self._ways[model]
 
     def _decide(self, model: Any) -> tuple[str | PackedStep, str]:
         reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
         if reason is not None:
             return "plain", f"the plain loss, because of {reason}"
-        flat = flat_of(model)
-        reason = why_not_packed(model) if flat is not None else "an optimizer that is not flat_adam"
+        reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if reason is not None or flat is None:
             return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
-        step = PackedStep(PackedTransformer(model, flat), self.eps, self.ignore_prefix_size)
+        step = PackedStep(PackedTransformer(unwrapped(model), flat), self.eps, self.ignore_prefix_size)
         where = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
         return step, f"batches without padding, {where}"
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        decoder = _unwrapped(model).decoder
+        decoder = unwrapped(model).decoder
         features = model(**sample["net_input"], features_only=True)[0]
         target = sample["target"]
         keep = target.ne(self.padding_idx)
@@ -127,7 +133,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
         gate: Tensor | float | None = None
         if features.dim() == 3:
-            gate = decoder._gate(features).squeeze(-1) if decoder.cfg.learned_gate else decoder.cfg.sf_gate
+            gate = decoder.cfg.sf_gate
+            if decoder.cfg.learned_gate:
+                gate = decoder._gate(features[:, None]).flatten()
         return linear_cross_entropy(
             features,
             decoder.output_projection.weight,
@@ -137,13 +145,12 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             gate=gate,
         )
 
-    def _plain(self, model: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:
-        net_output = model(**sample["net_input"])
-        loss, nll = self.compute_loss(model, net_output, sample, reduce=reduce)
+    def _plain(self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:
+        log_probs, target = self.get_lprobs_and_target(model, net_output, sample)
+        loss, nll = label_smoothed_nll_loss(log_probs, target, self.eps, self.padding_idx, reduce)
         normalized = nll.detach()
         if reduce and _hard(model):
             with torch.no_grad():
-                log_probs, target = self.get_lprobs_and_target(model, net_output, sample)
                 total = at_least_float32(log_probs).logsumexp(dim=-1)
                 normalized = normalized + total[target.ne(self.padding_idx)].sum()
         return LinearCrossEntropy(loss, nll, normalized)
@@ -173,14 +180,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             )
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside fairseq's distributed wrappers."""
-    while not hasattr(type(model), "build_model") and hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def _hard(model: Any) -> bool:
     """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
-    cfg: Any = getattr(getattr(_unwrapped(model), "decoder", None), "cfg", None)
+    cfg: Any = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
     return bool(getattr(cfg, "surfacefusion", None) and cfg.mode.gated and not cfg.sf_renormalize)

@@ -15,7 +15,7 @@ from surface_fusion.fast.packed import PackedRows
 from surface_fusion.fast.triton_installed import use_kernels
 
 WIDEST_HEAD = 1024
-"""Wider heads do not fit into a multiprocessor."""
+"""Wider heads do not fit into a multiprocessor; who calls must see to it."""
 
 
 def attend(
@@ -99,9 +99,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from surface_fusion.fast.attention_kernels import attention_backward
 
-        q, k, v = ctx.saved_tensors[:3]
+        q, k, v, out, lse = ctx.saved_tensors
         into = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        attention_backward(grad, ctx.saved_tensors, into, *ctx.how)
+        attention_backward(grad.contiguous(), (q, k, v, out, lse), into, *ctx.how)
         return *into, None, None, None, None, None
 
 
@@ -128,5 +128,5 @@ class _AttendSelf(torch.autograd.Function):
         into = torch.empty_like(qkv)
         q, k, v = qkv.unbind(1)
         d_q, d_k, d_v = into.unbind(1)
-        attention_backward(grad, (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.how)
+        attention_backward(grad.contiguous(), (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.how)
         return into, None, None, None, None

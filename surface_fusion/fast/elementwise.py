@@ -41,7 +41,7 @@ def project_add_norm(
     weight, bias, eps = norm
     if use_kernels(x) and residual.shape[-1] <= WIDEST_ROW:
         x = F.linear(x, projection[0])
-        return _AddNorm.apply(x, projection[1], residual, weight, bias, rate, eps, seed)
+        return _AddNorm.apply(x, projection[1], residual.contiguous(), weight, bias, rate, eps, seed)
     s = residual + drop(F.linear(x, *projection), rate)
     return s, F.layer_norm(s, weight.shape, weight, bias, eps)
 

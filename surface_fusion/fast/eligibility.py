@@ -3,14 +3,31 @@
 from typing import Any
 
 import torch
+from fairseq.distributed import FullyShardedDataParallel
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 
 from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.fast.attention import WIDEST_HEAD
+from surface_fusion.fast.flat import flat_of
+from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.layerwise import LayerwiseDecoderLayer
 
 
+def unwrapped(model: Any) -> Any:
+    """The model inside fairseq's distributed wrappers."""
+    while not hasattr(type(model), "build_model") and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def why_not_fused(model: Any) -> str | None:
-    """Why the output layer and the loss of *model* cannot be one operation, or None if they can."""
+    """Why the output layer and the loss of *model* cannot be one operation, or None if they can.
+
+    *model* may be inside distributed wrappers.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "--ddp-backend fully_sharded"  # outside of its modules a parameter is not there
+    model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     cfg = getattr(decoder, "cfg", None)
     if not isinstance(cfg, SurfaceFusionConfig):
@@ -27,8 +44,22 @@ def why_not_fused(model: Any) -> str | None:
 
 
 def why_not_packed(model: Any) -> str | None:
-    """Why the layers of *model* cannot run without padding, or None if they can."""
+    """Why the layers of *model*, which :func:`why_not_fused` passed, cannot run without padding, or None."""
+    model = unwrapped(model)
     cfg, encoder, decoder = model.decoder.cfg, model.encoder, model.decoder
+    weight = decoder.output_projection.weight
+    if flat_of(model) is None:
+        half = weight.dtype in (torch.float16, torch.bfloat16)
+        return "an optimizer that is not flat_adam" + (" with --memory-efficient-fp16" if half else "")
+    if weight.is_cuda and not use_kernels(weight):
+        return f"{weight.dtype} on a GPU without Triton"
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        return "frozen parameters"
+    widest = max(
+        cfg.encoder.embed_dim // cfg.encoder.attention_heads,
+        cfg.decoder.embed_dim // cfg.decoder.attention_heads,
+        cfg.decoder.embed_dim // cfg.sf_attention_heads if cfg.surfacefusion == "att" else 0,
+    )
     for flag, reason in (
         (cfg.encoder.layerdrop > 0 or cfg.decoder.layerdrop > 0, "LayerDrop"),
         (cfg.checkpoint_activations, "--checkpoint-activations"),
@@ -38,6 +69,8 @@ def why_not_packed(model: Any) -> str | None:
         (cfg.no_cross_attention, "--no-cross-attention"),
         (cfg.base_layers > 0, "--base-layers"),
         (cfg.encoder.xformers_att_config or cfg.decoder.xformers_att_config, "xFormers attention"),
+        (not encoder.layers or not decoder.layers, "no layers"),
+        (weight.is_cuda and widest > WIDEST_HEAD, f"heads of more than {WIDEST_HEAD} channels"),
     ):
         if flag:
             return reason

@@ -40,7 +40,8 @@ class PackedTransformer:
     """A model's parameters, as leaves whose gradients go into the flat buffer, and its forward.
 
     Args:
-        model: a :class:`surface_fusion.model.SurfaceFusionModel`.
+        model: a :class:`surface_fusion.model.SurfaceFusionModel` of which
+            :func:`~surface_fusion.fast.eligibility.why_not_packed` says None.
         flat: what its parameters are views of.
     """
 
@@ -58,19 +59,16 @@ class PackedTransformer:
 
     # Parameters
 
-    def _leaf(self, key: Any, data: Tensor, gradient: Tensor | None) -> Tensor:
+    def _leaf(self, key: Any, data: Tensor, gradient: Tensor) -> Tensor:
         if key not in self._known:
-            leaf = data.detach()
-            if gradient is not None:
-                leaf.requires_grad_()
-                self.leaves.append(leaf)
-                self.gradients.append(gradient)
+            leaf = data.detach().requires_grad_()
+            self.leaves.append(leaf)
+            self.gradients.append(gradient)
             self._known[key] = leaf
         return self._known[key]
 
     def _of(self, parameter: nn.Parameter) -> Tensor:
-        gradient = self.flat.view(parameter, self.flat.grad) if parameter.requires_grad else None
-        return self._leaf(id(parameter), parameter, gradient)
+        return self._leaf(id(parameter), parameter, self.flat.view(parameter, self.flat.grad))
 
     def _linear(self, x: Tensor, module: Any) -> Tensor:
         return F.linear(x, self._of(module.weight), None if module.bias is None else self._of(module.bias))
@@ -80,8 +78,6 @@ class PackedTransformer:
 
         def together(parameters: list[Any]) -> Tensor:
             name = parameters[0].flat_group[0]
-            if name not in self._known and not parameters[0].requires_grad:
-                return self._leaf(name, torch.cat([p.detach() for p in parameters]), None)
             return self._leaf(name, *self.flat.group_view(name))
 
         return F.linear(x, together([m.weight for m in modules]), together([m.bias for m in modules]))
@@ -153,12 +149,11 @@ class PackedTransformer:
         if self.cfg.surfacefusion in ("mean", "max"):
             surface = self._drop(self._pool(surface, rows), stack.dropout_module)
             x = self._drop(x, stack.dropout_module)
-        elif self._rate(stack.dropout_module) > 0 and surface is not x:
+        elif surface is x:
+            x = surface = self._drop(x, stack.dropout_module)
+        elif self._rate(stack.dropout_module) > 0:
             mask = self._drop(torch.ones_like(x), stack.dropout_module)  # one for both
             x, surface = x * mask, surface * mask
-        else:
-            x = self._drop(x, stack.dropout_module)
-            surface = x if surface is not embed else surface
         memories, layers = {}, list(stack.layers)
         residual = x
         if layers[0].normalize_before:
@@ -173,8 +168,6 @@ class PackedTransformer:
             norm = after if before else layer.final_layer_norm
             residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
             memories[i] = residual
-        if stack.layer_norm is not None and not layers[-1].normalize_before:
-            x = self._norm(x, stack.layer_norm)
         memories[len(layers) - 1] = memories[-1] = x
         return Encoded(memories, surface)
 
@@ -231,8 +224,6 @@ class PackedTransformer:
             norm = after if before else layer.final_layer_norm
             residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
             states.append(residual)
-        if stack.layer_norm is not None and not layers[-1].normalize_before:
-            x = self._norm(x, stack.layer_norm)
         if stack.project_out_dim is not None:
             x = self._linear(x, stack.project_out_dim)
         if self.cfg.surfacefusion is None:
@@ -286,7 +277,7 @@ class PackedTransformer:
         """The whole forward but for the output embedding."""
         self._seeds = None
         if use_kernels(self.flat.data) and self.training:
-            places = 4 * len(self.encoder.layers) + 6 * len(self.decoder.layers) + 1
+            places = 3 * len(self.encoder.layers) + 5 * len(self.decoder.layers) + 1
             draws = torch.randint(2**31 - 1, (places,), dtype=torch.int32, device=self.flat.data.device)
             self._seeds = iter(draws.unbind())
         return self.decode(batch, self.encode(batch.src))

@@ -4,8 +4,9 @@
     python scripts/bench/decode.py DATA-BIN --path OURS.pt --fairseq-path THEIRS.pt
     python scripts/bench/decode.py --quick                      tiny, on the CPU if there is no GPU
 
-Contenders, each in a process of its own: fairseq's plain Transformer; our model decoded by the modules
-(``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own loop, its search included.
+Contenders, each in a process of its own (with ``--quick`` in one): fairseq's plain Transformer; our model
+decoded by the modules (``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own loop,
+its search included.
 
 * ``batch=1``: the first 100 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
@@ -41,18 +42,18 @@ def train_model(contender: str, data: Path, folder: Path, args: argparse.Namespa
     )
     flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
     flags += ["--no-epoch-checkpoints", "--save-dir", str(folder / contender)]
-    timed_training(flags, cold=0, steady=0, most=args.train_updates)
+    timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates)
     return folder / contender / "checkpoint_last.pt"
 
 
-def timed_generation(spec: Spec, folder: Path) -> list[Decoded]:
-    """Run ``timed_generation.py``.
+def timed_generation(specs: list[Spec], folder: Path) -> list[list[Decoded]]:
+    """Run ``timed_generation.py``: *specs* in turn, in one process.
 
     Raises:
         SystemExit: it failed; with the end of its output.
     """
-    spec_file, out = folder / "spec.json", folder / "decoded.json"
-    spec_file.write_text(json.dumps(asdict(spec)), encoding="utf-8")
+    spec_file, out = folder / "specs.json", folder / "decoded.json"
+    spec_file.write_text(json.dumps([asdict(spec) for spec in specs]), encoding="utf-8")
     script = str(Path(__file__).with_name("timed_generation.py"))
     command = [sys.executable, script, str(spec_file), str(out)]
     done = subprocess.run(
@@ -60,7 +61,8 @@ def timed_generation(spec: Spec, folder: Path) -> list[Decoded]:
     )
     if done.returncode:
         raise SystemExit(f"decoding ended with status {done.returncode}:\n{done.stdout[-4000:]}")
-    return [Decoded(**fields) for fields in json.loads(out.read_text(encoding="utf-8"))]
+    results = json.loads(out.read_text(encoding="utf-8"))
+    return [[Decoded(**fields) for fields in several] for several in results]
 
 
 def differing(one: list[list[int]], other: list[list[int]]) -> int:
@@ -103,9 +105,8 @@ def main() -> None:
             wanted = trained in args.contender or (trained == "fast" and "plain" in args.contender)
             if wanted and paths[trained] is None:
                 paths[trained] = train_model(trained, data, folder, args)
-        best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
-        for contender in args.contender:
-            spec = Spec(
+        specs = [
+            Spec(
                 data=str(data),
                 checkpoint=str(paths["fairseq" if contender == "fairseq" else "fast"]),
                 overrides={"sf_plain": True} if contender == "plain" else {},
@@ -116,14 +117,21 @@ def main() -> None:
                 passes=1 + (args.repeat or (1 if args.quick else 3)),
                 cpu=args.cpu,
             )
-            for done in timed_generation(spec, folder):
-                best.setdefault((done.dtype, done.batch_size), {})[contender] = done.best
-                setting = {"batch": done.batch_size, "beam": 4, "dtype": done.dtype, "mode": "hard"}
-                print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
-                for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
-                    median, n = statistics.median(seconds), len(seconds)
-                    for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
-                        run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
+            for contender in args.contender
+        ]
+        best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
+        # A process for each, so that none is warmed up by another; in one it is quicker.
+        groups = [specs] if args.quick else [[spec] for spec in specs]
+        results = (several for group in groups for several in timed_generation(group, folder))
+        pairs = zip(args.contender, results, strict=True)
+        for contender, done in ((name, done) for name, several in pairs for done in several):
+            best.setdefault((done.dtype, done.batch_size), {})[contender] = done.best
+            setting = {"batch": done.batch_size, "beam": 4, "dtype": done.dtype, "mode": "hard"}
+            print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
+            for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
+                median, n = statistics.median(seconds), len(seconds)
+                for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
+                    run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
     run.print_table()
     failed = False
     for (dtype, batch_size), found in best.items():

@@ -78,7 +78,9 @@ def draw_scaling(axes: Sequence[Axes], rows: Sequence[Row]) -> None:
             )
             if points:
                 axis.plot(*zip(*points, strict=True), "o-", markersize=4, color=COLOURS[name], label=name)
-        if key != "layers":
+        if key == "layers":
+            axis.set_xticks(sorted({int(setting[key]) for setting in settings}))
+        else:
             axis.set_xscale("log", base=2)
         axis.set_xlabel(label)
 
@@ -108,6 +110,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
         panels[0].legend(fontsize=8)
         for panel in panels:
             panel.set_ylim(bottom=0)
+            panel.set_axisbelow(True)
             panel.grid(axis="y", alpha=0.3)
     beside = out.with_name(f"new-{out.name}")
     figure.savefig(beside, dpi=110)

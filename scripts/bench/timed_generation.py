@@ -1,8 +1,9 @@
 """``fairseq-generate`` with the model loaded once and a clock: a child process of ``decode.py``.
 
-    python timed_generation.py SPEC.json OUT.json
+    python timed_generation.py SPECS.json OUT.json
 
-SPEC.json: the fields of :class:`Spec`. OUT.json: one :class:`Decoded` for each precision and batch size.
+SPECS.json: a list of :class:`Spec`. OUT.json: for each a list of :class:`Decoded`, one for each precision and
+batch size.
 The clock runs over what fairseq's own counts, moving a batch to the GPU added: ``task.inference_step`` on
 batches that are collated already.
 """
@@ -136,11 +137,13 @@ def now(cpu: bool) -> float:
 
 def main() -> None:
     """Entry point."""
-    spec_file, out = map(Path, sys.argv[1:])
+    specs, out = map(Path, sys.argv[1:])
     surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
-    results = decode(Spec(**json.loads(spec_file.read_text(encoding="utf-8"))))
+    results = [decode(Spec(**fields)) for fields in json.loads(specs.read_text(encoding="utf-8"))]
     beside = out.with_name(f"{out.name}.new")
-    beside.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+    beside.write_text(
+        json.dumps([[asdict(done) for done in several] for several in results]), encoding="utf-8"
+    )
     os.replace(beside, out)
 
 

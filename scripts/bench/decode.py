@@ -5,8 +5,8 @@
     python scripts/bench/decode.py --quick                      tiny, on the CPU if there is no GPU
 
 Contenders, each in a process of its own (with ``--quick`` in one): fairseq's plain Transformer; our model
-decoded by the modules (``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own loop,
-its search included.
+decoded by the modules (``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own
+loop, the search included.
 
 * ``batch=1``: the first 100 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.

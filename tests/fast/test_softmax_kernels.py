@@ -1,42 +1,19 @@
-"""The Triton kernel against plain torch: on a GPU, or on a CPU in Triton's interpreter.
-
-The interpreter is chosen when triton is first imported, so without a GPU these tests run once more in a
-process of their own.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
+"""The Triton kernel against plain torch: on a GPU, or on a CPU in Triton's interpreter."""
 
 import pytest
 import torch
+from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
 from torch import Tensor
 
 from surface_fusion.fast import linear_cross_entropy as module
 from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy, softmax_rows_torch_
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-has_triton = importlib.util.find_spec("triton") is not None
-runs_here = pytest.mark.skipif(
-    not has_triton or not (INTERPRETED or torch.cuda.is_available()),
-    reason="no triton, or nothing to run it on",
-)
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-@pytest.mark.skipif(INTERPRETED or not has_triton, reason="no triton, or interpreted already")
+@starts_the_interpreter
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert " passed" in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 def rows(

@@ -19,19 +19,21 @@ from torch import Tensor
 
 from surface_fusion.fast.dropout_kernels import keep
 
+UNLIMITED = 2**30
+"""How far beyond its own row a query may look if it need not be causal: one kernel for both."""
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _scores(
     q: tl.tensor, k: tl.tensor, q_rows: tl.tensor, k_rows: tl.tensor, q_sentence: tl.tensor,
-    k_sentence: tl.tensor, scale: tl.tensor, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    k_sentence: tl.tensor, scale: tl.tensor, reach: tl.tensor, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Scores in units of log2, -inf where a query may not look."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     seen = q_sentence[:, None] == k_sentence[None, :]
-    if CAUSAL:
-        seen &= q_rows[:, None] >= k_rows[None, :]
+    seen &= q_rows[:, None] + reach >= k_rows[None, :]
     return tl.where(seen, s, float("-inf"))
 
 
@@ -66,10 +68,11 @@ def _range(
 def _forward_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
     q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
-    scale: tl.tensor, rate: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor,
     k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor,
     o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1)
@@ -78,8 +81,7 @@ def _forward_kernel(
     q = _load(q_base + head * q_head, rows, n, q_row, d, D)
     q_sentence = tl.load(q_sentences + rows, mask=rows < n, other=-1)
     begin, end = _range(q_sentences, k_starts, first, tl.minimum(first + BLOCK_Q, n) - 1)
-    if CAUSAL:
-        end = tl.minimum(end, first + BLOCK_Q)
+    end = tl.minimum(end, first + BLOCK_Q + reach)
     if DROPOUT:
         seed = tl.load(seed_base) + head * 0x632BE59B
         k_start = tl.load(k_starts + q_sentence, mask=rows < n, other=0)
@@ -91,7 +93,7 @@ def _forward_kernel(
         cols = start + tl.arange(0, BLOCK_K)
         k_sentence = tl.load(k_sentences + cols, mask=cols < end, other=-2)
         k = _load(k_base + head * k_head, cols, end, k_row, d, D)
-        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, reach, PRECISION)
         new = tl.maximum(peak, tl.max(s, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         old = tl.exp2(peak - safe)
@@ -113,10 +115,10 @@ def _query_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
     do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor,
     k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor,
-    n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row: tl.tensor,
+    reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row: tl.tensor,
     do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradient of the queries, and delta, the inner product of each output and its gradient."""
@@ -132,8 +134,7 @@ def _query_kernel(
     lse = tl.load(lse_base + head * n + rows, mask=rows < n, other=0.0)
     q_sentence = tl.load(q_sentences + rows, mask=rows < n, other=-1)
     begin, end = _range(q_sentences, k_starts, first, tl.minimum(first + BLOCK_Q, n) - 1)
-    if CAUSAL:
-        end = tl.minimum(end, first + BLOCK_Q)
+    end = tl.minimum(end, first + BLOCK_Q + reach)
     if DROPOUT:
         seed = tl.load(seed_base) + head * 0x632BE59B
         k_start = tl.load(k_starts + q_sentence, mask=rows < n, other=0)
@@ -143,7 +144,7 @@ def _query_kernel(
         cols = start + tl.arange(0, BLOCK_K)
         k_sentence = tl.load(k_sentences + cols, mask=cols < end, other=-2)
         k = _load(k_base + head * k_head, cols, end, k_row, d, D)
-        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, reach, PRECISION)
         p = tl.exp2(s - lse[:, None])
         v = _load(v_base + head * v_head, cols, end, v_row, d, D)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -161,11 +162,12 @@ def _key_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, lse_base: tl.tensor, do_base: tl.tensor,
     delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor,
     k_sentences: tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
-    scale: tl.tensor, rate: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor,
     k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, do_row: tl.tensor,
     do_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of keys and values."""
     first = tl.program_id(0) * BLOCK_K
@@ -176,8 +178,7 @@ def _key_kernel(
     v = _load(v_base + head * v_head, cols, m, v_row, d, D)
     k_sentence = tl.load(k_sentences + cols, mask=cols < m, other=-2)
     begin, end = _range(k_sentences, q_starts, first, tl.minimum(first + BLOCK_K, m) - 1)
-    if CAUSAL:
-        begin = tl.maximum(begin, first)
+    begin = tl.maximum(begin, first - reach)
     if DROPOUT:
         seed = tl.load(seed_base) + head * 0x632BE59B
     dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
@@ -190,7 +191,7 @@ def _key_kernel(
         do = _load(do_base + head * do_head, rows, end, do_row, d, D)
         lse = tl.load(lse_base + head * n + rows, mask=rows < end, other=0.0)
         delta = tl.load(delta_base + head * n + rows, mask=rows < end, other=0.0)
-        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, CAUSAL, PRECISION)
+        s = _scores(q, k, rows, cols, q_sentence, k_sentence, scale, reach, PRECISION)
         p = tl.exp2(s - lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         dropped = p
@@ -207,7 +208,7 @@ def _key_kernel(
     _store(dv_base + head * dv_head, dv, cols, m, dv_row, d, D)
 
 
-def _constants(q: Tensor, causal: bool, rate: float) -> dict[str, Any]:
+def _constants(q: Tensor, rate: float) -> dict[str, Any]:
     dim = q.shape[-1]
     block_d = max(triton.next_power_of_2(dim), 16)
     # What a block holds must fit into 227 KiB of shared memory and 64 K registers.
@@ -219,7 +220,6 @@ def _constants(q: Tensor, causal: bool, rate: float) -> dict[str, Any]:
         "BLOCK_D": block_d,
         "BLOCK_Q": block,
         "BLOCK_K": block,
-        "CAUSAL": causal,
         "DROPOUT": rate > 0,
         "PRECISION": "tf32x3",  # float32 by three products of tensor cores; others have one precision
         "num_warps": 4 if block_d <= 128 else 8,
@@ -234,12 +234,12 @@ def attention_forward(
     n, heads, dim = q.shape
     out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, n), dtype=torch.float32, device=q.device)
-    constants = _constants(q, causal, rate)
+    constants = _constants(q, rate)
     strides = [s for x in (q, k, v, out) for s in x.stride()[:2]]
     grid = (triton.cdiv(n, constants["BLOCK_Q"]), heads)
     _forward_kernel[grid](
         q, k, v, out, lse, queries.sentence, keys.sentence, keys.starts, seed if rate > 0 else lse,
-        dim**-0.5, rate, n, len(k), *strides, **constants,
+        dim**-0.5, rate, 0 if causal else UNLIMITED, n, len(k), *strides, **constants,
     )  # fmt: skip
     return out, lse
 
@@ -257,9 +257,9 @@ def attention_backward(
     """Write the gradients of q, k and v to the tensors *into*; *saved* is q, k, v, output, log2-sum-exp."""
     q, k, v, out, lse = saved
     n, heads, dim = q.shape
-    constants = _constants(q, causal, rate)
+    constants = _constants(q, rate)
     delta = torch.empty_like(lse)
-    scalars = dim**-0.5, rate, n, len(k)
+    scalars = dim**-0.5, rate, 0 if causal else UNLIMITED, n, len(k)
     seed = seed if rate > 0 else lse
     strides = [s for x in (q, k, v, out, grad, into[0]) for s in x.stride()[:2]]
     _query_kernel[(triton.cdiv(n, constants["BLOCK_Q"]), heads)](

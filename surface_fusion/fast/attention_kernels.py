@@ -116,8 +116,8 @@ def _query_kernel(
     do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor,
     k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor,
     reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row: tl.tensor,
-    do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor,
+    o_head: tl.tensor, do_row: tl.tensor, do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -67,12 +67,11 @@ def _range(
 @triton.jit
 def _forward_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
-    q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
-    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor,
-    q_row: tl.tensor, q_head: tl.tensor,
-    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor,
-    o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale:
+    tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head:
+    tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row:
+    tl.tensor, o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K:
+    tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1)
@@ -113,13 +112,13 @@ def _forward_kernel(
 @triton.jit
 def _query_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
-    do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor,
-    k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor,
-    reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor,
-    o_head: tl.tensor, do_row: tl.tensor, do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor, k_sentences:
+    tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor, reach:
+    tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head:
+    tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row:
+    tl.tensor, do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D:
+    tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr, PRECISION:
+    tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradient of the queries, and delta, the inner product of each output and its gradient."""
     first = tl.program_id(0) * BLOCK_Q
@@ -160,14 +159,13 @@ def _query_kernel(
 @triton.jit
 def _key_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, lse_base: tl.tensor, do_base: tl.tensor,
-    delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor,
-    k_sentences: tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
-    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor,
-    q_row: tl.tensor, q_head: tl.tensor,
-    k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, do_row: tl.tensor,
-    do_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor, k_sentences:
+    tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate:
+    tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row:
+    tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, do_row: tl.tensor, do_head:
+    tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor, D:
+    tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT:
+    tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of keys and values."""
     first = tl.program_id(0) * BLOCK_K

@@ -1,0 +1,86 @@
+"""What dropout keeps looks like coin tosses: uniform, and unrelated between neighbours, seeds and heads."""
+
+import pytest
+import torch
+from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from surface_fusion.fast.dropout_kernels import keep  # noqa: E402
+
+SIZE = 256
+HEAD = 0x632BE59B  # by what attention's heads move the seed on
+
+
+@triton.jit
+def _keep_kernel(out, seed, rate, SIZE: tl.constexpr):
+    cols = tl.arange(0, SIZE)
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    kept = keep(tl.load(seed), rows[:, None], cols[None, :], rate)
+    tl.store(out + rows[:, None] * SIZE + cols[None, :], kept.to(tl.float32))
+
+
+def kept(seed: int, rate: float) -> Tensor:
+    """SIZE x SIZE of 0 and 1."""
+    out = torch.full((SIZE, SIZE), float("nan"), device=DEVICE)
+    seed = (seed + 2**31) % 2**32 - 2**31
+    _keep_kernel[(SIZE // 16,)](out, torch.tensor(seed, dtype=torch.int32, device=DEVICE), rate, SIZE)
+    return out.cpu()
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In units of its standard deviation where there is none."""
+    return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item() * a.numel() ** 0.5
+
+
+@starts_the_interpreter
+def test_in_the_interpreter() -> None:
+    assert_passes_in_the_interpreter(__file__)
+
+
+@runs_here
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
+def test_uniform(seed: int) -> None:
+    """The numbers behind the decisions, seen through 15 rates: each sixteenth is hit as often."""
+    counts = torch.tensor([kept(seed, i / 16).sum().item() for i in range(17)])
+    in_each = -counts.diff()
+    expected = SIZE * SIZE / 16
+    chi_square = ((in_each - expected) ** 2 / expected).sum().item()
+    assert 2 < chi_square < 40  # 15 degrees of freedom: outside once in 10,000
+    assert counts[0] == SIZE * SIZE and counts[16] == 0
+
+
+@runs_here
+def test_rows_and_columns_are_kept_at_the_rate() -> None:
+    mask = kept(7, 0.1)
+    for axis in (0, 1):
+        scores = (mask.mean(axis) - 0.9) / (0.9 * 0.1 / SIZE) ** 0.5
+        assert scores.abs().max() < 5
+        assert scores.square().mean().item() == pytest.approx(1, abs=0.4)  # neither lumped nor too even
+
+
+@runs_here
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_neighbours_seeds_and_heads_have_nothing_to_do_with_each_other(rate: float) -> None:
+    mask = kept(7, rate)
+    for lag in (1, 2, 3, 4, 8, 16, 64, 128):
+        assert abs(correlation(mask[lag:], mask[:-lag])) < 4.5
+        assert abs(correlation(mask[:, lag:], mask[:, :-lag])) < 4.5
+        assert abs(correlation(mask[lag:, lag:], mask[:-lag, :-lag])) < 4.5
+        assert abs(correlation(mask[lag:, :-lag], mask[:-lag, lag:])) < 4.5
+    assert abs(correlation(mask, mask.t().contiguous())) < 4.5
+    for other in (8, 9, 15, 7 + 2**16, 7 + HEAD, 7 + 2 * HEAD, 7 - HEAD):
+        assert abs(correlation(mask, kept(other, rate))) < 4.5
+
+
+@runs_here
+def test_one_seed_gives_one_mask() -> None:
+    assert kept(5, 0.5).equal(kept(5, 0.5))
+
+
+def test_no_head_is_another_one_some_rows_on() -> None:
+    """Rows move the seed on too, each by the same constant."""
+    rows_per_head = [head * HEAD * pow(0x9E3779B9, -1, 2**32) % 2**32 for head in range(1, 65)]
+    assert all(10**6 < rows < 2**32 - 10**6 for rows in rows_per_head)

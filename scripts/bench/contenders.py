@@ -28,6 +28,7 @@ RECIPE = (
     *("--share-all-embeddings", "--dropout", "0.3", "--attention-dropout", "0.1", "--label-smoothing", "0.1"),
     *("--adam-betas", "(0.9, 0.98)", "--lr", "5e-4", "--lr-scheduler", "inverse_sqrt"),
     *("--warmup-updates", "4000", "--warmup-init-lr", "1e-7", "--seed", "1"),
+    "--grouped-shuffling",  # GPUs wait for each other, so their batches of an update should be alike
     *("--no-progress-bar", "--log-format", "json", "--log-interval", "100", "--disable-validation"),
 )
 """The README's training, the same for all."""

@@ -6,6 +6,7 @@ import io
 import os
 import platform
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -105,6 +106,7 @@ class Run:
         self.out = out
         self.hardware = hardware(cpu)
         self.rows: list[Row] = []
+        self._lock = threading.Lock()
         if out is not None and out.exists():
             read_rows(out)  # complain now, not after the first measurement
 
@@ -115,9 +117,10 @@ class Run:
         setting = setting_of(settings)
         shared = (self.hardware, torch.__version__, self.date)
         row = Row(self.id, table, contender, setting, float(f"{value:.6g}"), unit, n, *shared)
-        self.rows.append(row)
-        if self.out is not None:
-            append_rows(self.out, [row])
+        with self._lock:
+            self.rows.append(row)
+            if self.out is not None:
+                append_rows(self.out, [row])
         print(f"{table:8s}{contender:8s}{_rounded(value)} {unit:7s}{setting}  (n={n})", flush=True)
 
     def print_table(self) -> None:

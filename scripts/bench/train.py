@@ -20,12 +20,14 @@ same Transformer without fusion) in a process of its own. Target tokens a second
 import argparse
 import json
 import math
+import queue
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,15 @@ ON_CPU = ("--ddp-backend", "no_c10d", "--distributed-backend", "gloo")
 
 
 def timed_training(
-    flags: Sequence[str], *, gpus: int = 1, cold: int, steady: int, most: int = UNBOUNDED
+    flags: Sequence[str],
+    *,
+    gpus: int = 1,
+    cold: int,
+    steady: int,
+    most: int = UNBOUNDED,
+    device: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Run ``timed_training.py``, one process a GPU.
+    """Run ``timed_training.py``, one process a GPU; on GPU number *device* alone, if that is given.
 
     Returns:
         What it recorded, for each process.
@@ -66,6 +74,8 @@ def timed_training(
             command = [sys.executable, script, *limits, *flags, *together, *own]
             with open(logs[rank], "w") as log:
                 environment = child_environment()
+                if device is not None:
+                    environment["CUDA_VISIBLE_DEVICES"] = str(device)
                 processes.append(
                     subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
                 )
@@ -152,11 +162,16 @@ def main() -> None:
     parser.add_argument(
         "--updates", type=int, default=UNBOUNDED, metavar="N", help="train no longer than this, steady or not"
     )
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="several trainings at once, each on a GPU of its own"
+    )
     add_common_flags(parser, "train")
     args = parser.parse_args()
     settle_common_flags(args, "train")
     if not args.cpu and max(args.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(args.gpus)}: this machine has {torch.cuda.device_count()}")
+    if args.side_by_side and (args.cpu or args.gpus != [1]):
+        parser.error("--side-by-side is for trainings of one GPU each, on a machine with several")
     cold = args.cold or (6 if args.quick else 500)
     window = args.window or (2 if args.quick else 40)
     windows = args.windows or (2 if args.quick else 5)
@@ -165,7 +180,11 @@ def main() -> None:
 
     run = Run("train", args.out, args.cpu)
     with data_folder(args.data, args.quick) as data:
-        for gpus, max_tokens, dtype, contender in product(args.gpus, batches, args.dtype, args.contender):
+        free = queue.SimpleQueue[int]()
+        for device in range(torch.cuda.device_count()):
+            free.put(device)
+
+        def measure(gpus: int, max_tokens: int, dtype: str, contender: str) -> None:
             flags = training_flags(
                 *(contender, data),
                 size=size,
@@ -175,7 +194,12 @@ def main() -> None:
                 cpu=args.cpu,
             )
             limits = {"cold": cold, "steady": window * windows, "most": args.updates}
-            records = timed_training([*flags, "--no-save"], gpus=gpus, **limits)
+            device = free.get() if args.side_by_side else None
+            try:
+                records = timed_training([*flags, "--no-save"], gpus=gpus, device=device, **limits)
+            finally:
+                if device is not None:
+                    free.put(device)
             setting = {"max_tokens": max_tokens, "dtype": dtype, "mode": "hard", "gpus": gpus}
             setting |= {"size": size} if size != "base" else {}
             peak = max(record["peak_gib"] for record in records)
@@ -189,6 +213,11 @@ def main() -> None:
                     run.add("train", contender, {**setting, "phase": phase}, value, "tok/s", len(rates))
                 elif pauses:
                     print(f"{contender}: the steady state did not begin within {args.updates} updates")
+
+        settings = product(args.gpus, batches, args.dtype, args.contender)
+        with ThreadPoolExecutor(torch.cuda.device_count() if args.side_by_side else 1) as pool:
+            for _ in pool.map(lambda setting: measure(*setting), settings):
+                pass
     run.print_table()
 
 

@@ -4,14 +4,17 @@
 read the same input. Names and shapes in checkpoints do not change.
 """
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 
 def group_parameters(model: Any) -> None:
     """Mark the parameters of *model* for :class:`surface_fusion.fast.flat.FlatParameters`."""
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        for i, layer in enumerate(stack.layers):
-            _mark(f"{name}.layers.{i}.self_attn", self_projections(getattr(layer, "module", layer)))
+        for i, layer in enumerate(_layers(stack)):
+            _mark(f"{name}.layers.{i}.self_attn", self_projections(layer))
     for memory, projections in memory_projections(model.decoder).items():
         _mark(f"decoder.memory.{memory}", projections)
 
@@ -28,13 +31,18 @@ def memory_projections(decoder: Any) -> dict[int, list[Any]]:
     That is -1, the encoder's output, for all, or each layer's own with layer-wise attention.
     """
     found: dict[int, list[Any]] = {}
-    for layer in decoder.layers:
-        layer = getattr(layer, "module", layer)
+    for layer in _layers(decoder):
         attention = getattr(layer, "encoder_attn", None)
         if attention is not None:
             memory = getattr(layer, "memory_index", -1)
             found.setdefault(memory, []).extend([attention.k_proj, attention.v_proj])
     return found
+
+
+def _layers(stack: Any) -> Iterator[Any]:
+    """All layers, also those that LayerDrop would drop, without what FSDP wraps them in."""
+    for layer in nn.ModuleList.__iter__(stack.layers):
+        yield getattr(layer, "module", layer)
 
 
 def _mark(name: str, projections: list[Any]) -> None:

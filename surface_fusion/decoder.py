@@ -25,8 +25,8 @@ from surface_fusion.attention import SurfaceAttention
 from surface_fusion.distributions import (
     at_least_float32,
     exponentiated_log_probs,
-    hard_log_probs,
     log_softmax,
+    weighted,
 )
 from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
@@ -157,12 +157,18 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
 
     def _head(self, x: Tensor, branch: str) -> Tensor:
         """What each branch goes through before the output embedding."""
-        if self.cfg.sf_ffn:
-            hidden = self.activation_dropout(self.activation_fn(self.fc1(x)))
-            x = x + self.dropout_module(self.fc2(hidden))
-        if self.cfg.sf_linear:
-            x = getattr(self, f"{branch}_out_dim")(x)
-        return x
+        return self._own_head(self._shared_head(x), branch)
+
+    def _shared_head(self, x: Tensor) -> Tensor:
+        """The residual feed-forward layer of both branches."""
+        if not self.cfg.sf_ffn:
+            return x
+        hidden = self.activation_dropout(self.activation_fn(self.fc1(x)))
+        return x + self.dropout_module(self.fc2(hidden))
+
+    def _own_head(self, x: Tensor, branch: str) -> Tensor:
+        """The linear map of one branch."""
+        return getattr(self, f"{branch}_out_dim")(x) if self.cfg.sf_linear else x
 
     def _fuse(self, h: Tensor, r: Tensor) -> Tensor:
         """Features from the two branches, B x T x C each."""
@@ -205,9 +211,9 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
         if self.cfg.learned_gate:
             logits, gates = logits[..., :-2], at_least_float32(logits[..., -2:])
             gate = gates[..., :1] / gates.sum(dim=-1, keepdim=True)
-        tgt_logits, src_logits = logits.chunk(2, dim=-1)
         if self.cfg.mode.exponentiated:
-            fused = exponentiated_log_probs(tgt_logits, src_logits)
-        else:
-            fused = hard_log_probs(tgt_logits, src_logits, gate)
+            fused = exponentiated_log_probs(*logits.chunk(2, dim=-1))
+        else:  # hard_log_probs, without a copy of each branch
+            tgt, src = log_softmax(logits.unflatten(-1, (2, -1))).unbind(dim=-2)
+            fused = weighted(tgt, src, gate)
         return fused if log_probs else fused.exp()

@@ -68,7 +68,12 @@ def hard_log_probs(tgt_logits: Tensor, src_logits: Tensor, gate: Tensor | float)
         tgt_logits, src_logits: ``[..., vocab]``.
         gate: weight of the target branch, a number or ``[..., 1]``.
     """
-    return gate * log_softmax(tgt_logits) + (1 - gate) * log_softmax(src_logits)
+    return weighted(log_softmax(tgt_logits), log_softmax(src_logits), gate)
+
+
+def weighted(tgt: Tensor, src: Tensor, gate: Tensor | float) -> Tensor:
+    """``g tgt + (1-g) src`` in one pass."""
+    return torch.lerp(src, tgt, gate)
 
 
 def exponentiated_log_probs(tgt_logits: Tensor, src_logits: Tensor) -> Tensor:

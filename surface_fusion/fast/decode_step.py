@@ -39,12 +39,15 @@ class FusedWeights:
     Copies: call :meth:`refresh` before use, since training changes parameters unnoticed.
     """
 
+    @torch.inference_mode(False)  # else only usable in inference mode from then on
     def __init__(self, decoder: Any) -> None:
         self.layers = layers_of(decoder)
         weight = self.layers[0].encoder_attn.k_proj.weight
-        count, dim, source_dim = len(self.layers), *weight.shape
+        count, (dim, source_dim) = len(self.layers), weight.shape
         self.qkv_weight = weight.new_empty(count, 3, dim, dim)
         self.qkv_bias = weight.new_empty(count, 3, dim)
+        self.qkv = list(zip(self.qkv_weight.flatten(1, 2), self.qkv_bias.flatten(1, 2), strict=True))
+        """3C x C and 3C of each layer."""
         self.source_weight = weight.new_empty(count, 2, dim, source_dim)
         self.source_bias = weight.new_empty(count, 2, dim)
 
@@ -90,22 +93,22 @@ class DecodeCache:
         length, source: how many target and source positions there is room for.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, decoder: Any, sentences: int, beam: int, length: int, source: int) -> None:
         first = layers_of(decoder)[0]
         weight = first.fc1.weight
         count, heads, width = decoder.num_layers, first.self_attn.num_heads, first.self_attn.head_dim
         self.sentences, self.beam, self.length, self.source = sentences, beam, length, source
-        # Zeros, not whatever is there: a masked value counts 0 times itself, which must not be NaN.
-        self.own = weight.new_zeros(count, 2, sentences, heads, length, beam, width)
-        self.cross = weight.new_zeros(count, 2, sentences, heads, source, width)
+        self.own = weight.new_empty(count, 2, sentences, heads, length, beam, width)
+        self.cross = weight.new_empty(count, 2, sentences, heads, source, width)
         self.surface: Tensor | None = None
         """``att``: keys and values, 2 x S x H' x source x d'; ``mean``, ``max``: vectors, S x 1 x C."""
         if decoder.cfg.surfacefusion == "att":
             surface_heads = decoder.sf_attn.num_heads
             width = decoder.embed_dim // surface_heads
-            self.surface = weight.new_zeros(2, sentences, surface_heads, source, width)
+            self.surface = weight.new_empty(2, sentences, surface_heads, source, width)
         elif decoder.cfg.surfacefusion is not None:
-            self.surface = weight.new_zeros(sentences, 1, decoder.output_embed_dim)
+            self.surface = weight.new_empty(sentences, 1, decoder.output_embed_dim)
         self.source_bias = weight.new_zeros(sentences, 1, 1, source)
         """0, or -inf at padding."""
         rows = sentences * beam
@@ -121,7 +124,10 @@ class DecodeCache:
         self.kept, self.masked = weight.new_tensor(0.0), weight.new_tensor(-math.inf)
 
     def clear(self) -> None:
-        """As new, for the next batch."""
+        """As new. Where more than what was written is read, the rest must be zero.
+
+        A masked value counts 0 times itself, which is not 0 if it is NaN.
+        """
         for x in (self.own, self.cross, self.source_bias, self.position):
             x.zero_()
         if self.surface is not None:
@@ -196,13 +202,12 @@ class DecodeCache:
             own, cross = layer.self_attn, layer.encoder_attn
             heads, width = own.num_heads, own.head_dim
             y = _norm(layer.self_attn_layer_norm, x) if layer.normalize_before else x
-            qkv = F.linear(y, weights.qkv_weight[i].flatten(0, 1), weights.qkv_bias[i].flatten())
-            qkv = qkv.view(sentences, beam, 3, heads, width)
+            qkv = F.linear(y, *weights.qkv[i]).view(sentences, beam, 3, heads, width)
             written = qkv[:, :, 1:].permute(2, 0, 3, 1, 4).unsqueeze(3)
             self.own[i].index_copy_(3, self.position, written)
             key, value = self.own[i, :, :, :, :length].flatten(3, 4).unbind()
             read = _attend(qkv[:, :, 0].transpose(1, 2), key, value, own_bias)
-            x = x + F.linear(read.view(rows, -1), own.out_proj.weight, own.out_proj.bias)
+            x = F.linear(read.view(rows, -1), own.out_proj.weight, own.out_proj.bias).add_(x)
             if not layer.normalize_before:
                 x = _norm(layer.self_attn_layer_norm, x)
 
@@ -214,13 +219,13 @@ class DecodeCache:
             if with_attention and layer is weights.layers[-1]:
                 scores = q @ key.transpose(2, 3) * width**-0.5 + source_bias
                 attention = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1).to(x.dtype)
-            x = x + F.linear(read.view(rows, -1), cross.out_proj.weight, cross.out_proj.bias)
+            x = F.linear(read.view(rows, -1), cross.out_proj.weight, cross.out_proj.bias).add_(x)
             if not layer.normalize_before:
                 x = _norm(layer.encoder_attn_layer_norm, x)
 
             y = _norm(layer.final_layer_norm, x) if layer.normalize_before else x
             y = layer.activation_fn(F.linear(y, layer.fc1.weight, layer.fc1.bias))
-            x = x + F.linear(y, layer.fc2.weight, layer.fc2.bias)
+            x = F.linear(y, layer.fc2.weight, layer.fc2.bias).add_(x)
             if not layer.normalize_before:
                 x = _norm(layer.final_layer_norm, x)
             if i + 1 == getattr(decoder, "query_depth", None):
@@ -258,7 +263,8 @@ class DecodeCache:
             r = self._project_out(decoder, F.linear(read, attn.out_proj.weight, attn.out_proj.bias))
         else:
             r = self.surface.expand(-1, self.beam, -1).reshape(len(x), 1, -1)
-        fused: Tensor = decoder._fuse(decoder._head(x, "tgt"), decoder._head(r, "src"))
+        h, r = decoder._shared_head(torch.stack([x, r])).unbind()
+        fused: Tensor = decoder._fuse(decoder._own_head(h, "tgt"), decoder._own_head(r, "src"))
         return fused
 
     @staticmethod

@@ -246,20 +246,22 @@ class FastDecoding:
         if not static:
             return Lease(DecodeCache(decoder, sentences, state.beam, length, source), state)
         sentences, source = round_up(sentences), max(SMALLEST, round_up(source))
-        for lease in [x for x in self._leases if x.user() is None]:
-            cache = lease.cache
+        lease = None
+        for free in [x for x in self._leases if x.user() is None]:
+            cache = free.cache
             if (cache.sentences, cache.beam) == (sentences, state.beam):
-                self._leases.remove(lease)
+                self._leases.remove(free)
                 if cache.length >= length and cache.source >= source:
-                    self._leases.append(lease)  # the most recently used
-                    cache.clear()
-                    lease.user = weakref.ref(state)
-                    return lease
+                    lease = free
                 length, source = max(length, cache.length), max(source, cache.source)
-        for lease in [x for x in self._leases if x.user() is None][: -CACHES_KEPT + 1]:
-            self._leases.remove(lease)
-        self._leases.append(Lease(DecodeCache(decoder, sentences, state.beam, length, source), state))
-        return self._leases[-1]
+        if lease is None:
+            lease = Lease(DecodeCache(decoder, sentences, state.beam, length, source), state)
+        for free in [x for x in self._leases if x.user() is None][: -CACHES_KEPT + 1]:
+            self._leases.remove(free)
+        self._leases.append(lease)  # the most recently used is the last
+        lease.cache.clear()
+        lease.user = weakref.ref(state)
+        return lease
 
     def _move(self, decoder: Any, state: DecodeState, sentences: Tensor) -> None:
         """Go on with these sentences of the cache alone, in a cache that has room for the next token."""
@@ -300,7 +302,7 @@ class FastDecoding:
             self._capture = torch.cuda.Stream(cache.tokens.device), torch.cuda.graph_pool_handle()
         stream, pool = self._capture
         graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(cache.tokens.device)
         stream.wait_stream(current)
         # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
         with torch.cuda.stream(stream):

@@ -303,6 +303,17 @@ def test_copies_and_pickles_after_a_translation(static: bool) -> None:
         assert_same_translations(translate([twin], sample, 3, max_len_b=10), expected)
 
 
+@STATIC
+def test_inference_mode_and_without_in_turn(static: bool) -> None:
+    model, sample = shaken(*ATT, *HARD), batch((5, 3), (4, 4))
+    model.decoder.fast_decoding.static = static
+    with torch.inference_mode():
+        first = translate([model], sample, 3, max_len_b=10)
+    assert_same_translations(translate([model], sample, 3, max_len_b=10), first)
+    with torch.inference_mode():
+        assert_same_translations(translate([model], sample, 3, max_len_b=10), first)
+
+
 def test_few_shapes_and_caches_where_they_are_static() -> None:
     """What a graph would be recorded for: powers of two, whatever the batch."""
     model = shaken(*ATT, *HARD)

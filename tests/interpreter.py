@@ -23,10 +23,10 @@ starts_the_interpreter = pytest.mark.skipif(
 )
 
 
-def assert_passes_in_the_interpreter(file: str, *flags: str) -> None:
-    """Run pytest on *file* with more *flags*."""
+def assert_passes_in_the_interpreter(*tests: str) -> None:
+    """Run pytest on a file, or on some of its tests (``FILE::NAME``)."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *flags],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         # Rows behind the last divide by zero before a mask takes them away.
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,

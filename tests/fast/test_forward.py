@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PAD, batch, build, shaken
+from interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
+from tiny import PAD, batch, shaken
+from torch import Tensor
+from torch.nn import functional as F
 
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import Features, PackedTransformer
 from surface_fusion.fast.packed import Capacity, PackedBatch, pack, pack_static
-from surface_fusion.fast.triton_installed import INTERPRETED
 
 DTYPE = torch.float32 if INTERPRETED else torch.float64  # kernels are for the former
 TOLERANCE = 1e-5 if INTERPRETED else 1e-6
@@ -42,6 +44,8 @@ MODELS = {
         *(*ATT, "--layernorm-embedding", "--encoder-learned-pos", "--decoder-learned-pos"),
     ),
     "no positions, no scale": (*ATT, "--no-token-positional-embeddings", "--no-scale-embedding"),
+    "narrow encoder, narrow output": (*ATT, "--encoder-embed-dim", "8", "--decoder-output-dim", "12"),
+    "one decoder layer, three encoder layers": (*ATT, "--encoder-layers", "3", "--decoder-layers", "1"),
     "gelu": (*ATT, "--activation-fn", "gelu"),
 }
 
@@ -107,7 +111,9 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) 
     if want.gate is None:
         assert got.gate is None
     else:
-        torch.testing.assert_close(torch.as_tensor(got.gate), torch.as_tensor(want.gate), rtol=1e-5, atol=TOLERANCE)
+        torch.testing.assert_close(
+            torch.as_tensor(got.gate), torch.as_tensor(want.gate), rtol=1e-5, atol=TOLERANCE
+        )
     packed.flat.zero_grad()
     found = torch.autograd.grad(loss(got, weights), packed.leaves, allow_unused=True)
     for into, gradient in zip(packed.gradients, found, strict=True):
@@ -115,4 +121,142 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) 
             into.add_(gradient)
     for n, p in model.named_parameters():
         want_gradient = gradients.get(n, torch.zeros_like(p))
-        torch.testing.assert_close(p.grad, want_gradient, rtol=1e-4, atol=2e-5, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            p.grad, want_gradient, rtol=1e-4, atol=2e-5, msg=lambda m, n=n: f"{n}: {m}"
+        )
+
+
+@starts_the_interpreter
+def test_in_the_interpreter() -> None:
+    """A few models by the kernels."""
+    same = f"{__file__}::{test_values_and_gradients_are_those_of_the_modules.__name__}"
+    models = ("True-hard", "False-learned gate", "True-max", "True-pre-norm, no final norm", "False-gelu")
+    dropout = [test_dropout_hangs_on_torchs_seed, test_surface_and_input_share_one_dropout_mask]
+    assert_passes_in_the_interpreter(
+        *(f"{same}[{model}]" for model in models), *(f"{__file__}::{test.__name__}" for test in dropout)
+    )
+
+
+# Dropout
+
+RATES = ("--dropout", "0.1", "--attention-dropout", "0.2", "--activation-dropout", "0.3")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels do not call torch's dropout")
+@pytest.mark.parametrize("name", MODELS)
+def test_each_dropout_is_where_the_modules_have_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout that multiplies by 1 + rate instead of drawing lots tells place and rate of each."""
+    attention = F.scaled_dot_product_attention
+
+    def marked(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return x * (1 + p) if training else x
+
+    def marked_attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal) * (1 + dropout_p)
+
+    monkeypatch.setattr(F, "dropout", marked)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", marked_attention)
+    model = shaken(*MODELS[name], *RATES).to(DTYPE).train()
+    packed = packed_of(model)
+    sample = batch((5, 7, 3), (6, 4, 5), extra_src=1)
+    got = {}
+    for packed.training in (True, False):
+        model.train(packed.training)
+        want, got[packed.training] = expected(model, sample), packed.features(packed_batch(sample))
+        torch.testing.assert_close(got[packed.training].rows, want.rows, rtol=1e-5, atol=TOLERANCE)
+    assert not torch.allclose(got[True].rows, got[False].rows)
+
+
+def training_model(*flags: str) -> PackedTransformer:
+    packed = packed_of(shaken(*flags, "--dropout", "0.5").to(DTYPE))
+    packed.training = True
+    return packed
+
+
+def test_dropout_hangs_on_torchs_seed() -> None:
+    packed = training_model(*ATT, "--attention-dropout", "0.5", "--activation-dropout", "0.5")
+    data = packed_batch(batch())
+
+    def rows(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return packed.features(data).rows
+
+    first = rows(1)
+    assert first.equal(rows(1))
+    assert not first.equal(rows(2))
+    torch.manual_seed(1)
+    packed.features(data)
+    assert not first.equal(packed.features(data).rows)  # the next step
+
+
+def surfaces(packed: PackedTransformer, data: PackedBatch) -> list[Tensor]:
+    """What the decoder is given to read of the source, in training and not."""
+    given = []
+    encode = packed.encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "encode", lambda rows: given.append(encode(rows)) or given[-1])
+        for packed.training in (True, False):
+            packed.features(data)
+    return [encoded.surface for encoded in given]
+
+
+@pytest.mark.parametrize("flags", [(), ("--sf-posedemb",), ("--no-token-positional-embeddings",)])
+def test_surface_and_input_share_one_dropout_mask(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = training_model(*ATT, *flags)
+    read: list[Tensor] = []
+    original = packed._self_attention
+
+    def watched(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        read.append(x)
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(packed, "_self_attention", watched)
+    data = packed_batch(batch((50, 30), (4, 4)))
+    surface, whole = surfaces(packed, data)
+    assert surface.eq(0).equal(read[0].eq(0))
+    assert surface.eq(0).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(surface, torch.where(surface == 0, 0, 2 * whole))
+
+
+@pytest.mark.parametrize("source", ["mean", "max"])
+def test_a_pooled_surface_has_a_dropout_of_its_own(source: str) -> None:
+    packed = training_model("--surfacefusion", source, "--sf-gate", "0.5")
+    # Pooled before anything is dropped.
+    surface, whole = surfaces(packed, packed_batch(batch((3,) * 40, (2,) * 40)))
+    assert surface.eq(0).double().mean().item() == pytest.approx(0.5, abs=0.1)
+    torch.testing.assert_close(surface, torch.where(surface == 0, 0, 2 * whole))
+
+
+# What a graph must not do
+
+
+def test_a_capacity_longer_than_the_table_of_positions() -> None:
+    """Only spare sentences are: their rows are read at the table's end, not behind it."""
+    model = shaken(*ATT, "--encoder-learned-pos", "--max-source-positions", "8").to(DTYPE)
+    packed = packed_of(model)
+    sample = batch((5, 8), (6, 4))
+    want = expected(model, sample).rows
+    got = packed.features(static_batch(sample, Capacity(src=1024, tgt=64, padded=64))).rows
+    torch.testing.assert_close(got[: len(want)], want, rtol=1e-5, atol=TOLERANCE)
+
+
+def test_parameters_are_leaves_once() -> None:
+    packed = packed_of(shaken(*ATT).to(DTYPE))
+    for _ in range(2):
+        packed.features(packed_batch(batch()))
+        leaves = list(packed.leaves)
+        assert len(leaves) == len({leaf.data_ptr() for leaf in leaves}) == len(packed.gradients)
+    # Every parameter but the output embedding, which the loss reads.
+    assert sum(x.numel() for x in leaves) == sum(
+        p.numel() for n, p in packed.decoder.named_parameters() if n != "output_projection.weight"
+    ) + sum(p.numel() for p in packed.encoder.parameters())
+    assert packed.output_embedding.data_ptr() == packed.decoder.output_projection.weight.data_ptr()

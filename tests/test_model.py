@@ -604,3 +604,52 @@ def test_alignment_at_a_given_layer() -> None:
 def test_shared_embeddings_need_one_dictionary() -> None:
     with pytest.raises(SurfaceFusionError, match=r"source has 64 entries and the target 60"):
         build(*ATT, SHARED, vocab=(64, 60))
+
+
+# Training mode: torch walks over all modules each time, this model only where the mode changes
+
+
+def modes(model: torch.nn.Module) -> set[bool]:
+    return {module.training for module in model.modules()}
+
+
+@pytest.mark.parametrize("flags", [(), (*ATT, *HARD), ("--sf-plain",), ("--encoder-layerdrop", "0.5")])
+def test_the_mode_is_that_of_all_modules(flags: tuple[str, ...]) -> None:
+    model, _ = build(*flags)
+    for mode in (True, False, False, True, True):
+        assert model.train(mode) is model
+        assert modes(model) == {mode}
+    model.eval()
+    assert modes(model) == {False}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_whose_mode_was_set_by_hand_is_set_back(before: bool) -> None:
+    model, _ = build(*ATT, *HARD)
+    model.train(before)
+    model.decoder.layers[1].fc1.train(not before)
+    model.train(before)
+    assert modes(model) == {before}
+    model.train(not before)
+    model.decoder.layers[1].fc1.train(before)
+    model.train(not before)
+    assert modes(model) == {not before}
+
+
+def test_the_mode_of_a_copy_is_its_own() -> None:
+    model, _ = build(*ATT, *HARD)
+    model.train()
+    twin = copy.deepcopy(model).eval()
+    assert (modes(model), modes(twin)) == ({True}, {False})
+    model.eval()
+    twin.train()
+    assert (modes(model), modes(twin)) == ({False}, {True})
+
+
+def test_a_module_that_was_replaced_takes_the_mode_too() -> None:
+    model, _ = build(*ATT, *HARD)
+    model.train()
+    model.encoder.layers[0].fc1 = torch.nn.Linear(16, 24)
+    for mode in (False, True):
+        model.train(mode)
+        assert modes(model) == {mode}

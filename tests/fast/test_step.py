@@ -1,0 +1,240 @@
+"""A training step on packed rows: gradients in the flat buffer, and graphs that fit their batches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from interpreter import INTERPRETED
+from tiny import batch, build, shaken
+from torch import Tensor, nn
+
+from surface_fusion.fast import step as module
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.packed import Capacity
+from surface_fusion.fast.step import RECORDING_ROWS, Graphs, PackedStep
+
+DTYPE = torch.float64
+HARD = ("--surfacefusion", "att", "--sf-gate", "0.8")
+TASK = build(*HARD)[1]
+SAMPLES = [batch((5, 7, 3), (6, 4, 5), extra_src=1, seed=i) for i in range(2)]
+
+
+def step_of(model: Any, ignore_prefix_size: int = 0) -> PackedStep:
+    flat = FlatParameters.of(model.parameters())
+    return PackedStep(PackedTransformer(model, flat), 0.1, ignore_prefix_size)
+
+
+@pytest.fixture
+def model() -> Any:
+    return shaken(*HARD).to(DTYPE).train()
+
+
+def reference(model: Any, sample: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    loss, _, logged = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(model, sample)
+    return loss, logged
+
+
+def gradients(model: Any, *scaled: tuple[float, dict[str, Any]]) -> dict[str, Tensor]:
+    """Of fairseq's loss, summed over samples, by the modules."""
+    model.zero_grad()
+    for scale, sample in scaled:
+        (scale * reference(model, sample)[0]).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_backward_adds_to_the_flat_buffer(model: Any) -> None:
+    expected = gradients(model, (3.0, SAMPLES[0]), (0.5, SAMPLES[1]))
+    step = step_of(model)
+    flat = step.packed.flat
+    flat.zero_grad()
+    for scale, sample in ((3.0, SAMPLES[0]), (0.5, SAMPLES[1])):
+        losses = step.train(sample)
+        loss, logged = reference(model, sample)
+        torch.testing.assert_close(losses.loss, loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(losses.nll, logged["nll_loss"], rtol=1e-6, atol=0)
+        (scale * losses.loss).backward()
+    assert flat.local_only  # to be averaged over the processes
+    assert_gradients(model, expected)
+
+
+def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
+    """fairseq's dummy batches: ``loss *= 0``, in place, then backward as all other processes."""
+    step = step_of(model)
+    step.packed.flat.zero_grad()
+    loss = step.train(SAMPLES[0]).loss
+    loss *= 0
+    loss.backward()
+    assert step.packed.flat.local_only
+    assert not step.packed.flat.grad.any()
+
+
+def test_evaluation_draws_nothing_and_leaves_no_gradient(model: Any) -> None:
+    dropped = shaken(*HARD, "--dropout", "0.5").to(DTYPE)
+    step = step_of(dropped)
+    step.packed.flat.grad.fill_(1)
+    before = torch.get_rng_state()
+    got = step.evaluate(SAMPLES[0])
+    assert torch.get_rng_state().equal(before)
+    assert not got.loss.requires_grad and step.packed.flat.grad.eq(1).all()
+    expected, _ = reference(model.eval(), SAMPLES[0])
+    torch.testing.assert_close(got.loss, expected, rtol=1e-6, atol=0)
+    assert not step.train(SAMPLES[0]).loss.isclose(expected)  # dropout is back
+
+
+def test_ignored_prefix(model: Any) -> None:
+    sample = SAMPLES[0]
+    expected = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1, ignore_prefix_size=2)(model, sample)[0]
+    torch.testing.assert_close(step_of(model, 2).train(sample).loss, expected, rtol=1e-6, atol=0)
+
+
+def test_activations_are_let_go_of_by_backward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(model)
+    losses, backward = step.forward(module.pack(*module._tokens(SAMPLES[0]), step.padding_idx))
+    assert not any(x.requires_grad for x in losses)
+    backward(torch.ones_like(losses.loss))
+    with pytest.raises(IndexError):  # nothing is kept for another
+        backward(torch.ones_like(losses.loss))
+
+
+# Which recording a batch takes
+
+
+class FakeRecording:
+    """What a recording is told."""
+
+    def __init__(self, step: Any, capacity: Capacity, stream: Any, pool: Any) -> None:
+        self.capacity = capacity
+        self.told: list[str] = []
+
+    def load(self, sample: dict[str, Any]) -> None:
+        self.told.append("load")
+
+    def rehearse(self) -> None:
+        self.told.append("rehearse")
+
+    def record(self) -> None:
+        self.told.append("record")
+
+    def run(self, sample: dict[str, Any]) -> Any:
+        return self
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    monkeypatch.setattr(module, "Recording", FakeRecording)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return Graphs(SimpleNamespace())
+
+
+def capacity(src: int, tgt: int = 100, padded: int = 100_000) -> Capacity:
+    return Capacity(src, tgt, padded)
+
+
+def test_the_same_size_is_recorded_once_and_rehearsed_once(graphs: Graphs) -> None:
+    first = graphs._recording_for(capacity(1000), {})
+    assert first.told == ["load", "rehearse", "record"]  # rehearsed on real tokens
+    assert graphs._recording_for(capacity(1000), {}) is first
+    second = graphs._recording_for(capacity(2000), {})
+    assert second.told == ["load", "record"]
+    assert graphs._recording_for(capacity(1000), {}) is first
+
+
+def test_a_batch_that_nothing_holds_gets_a_recording(graphs: Graphs) -> None:
+    large = graphs._recording_for(capacity(1000), {})
+    for needed in (capacity(1001), capacity(10, tgt=101), capacity(10, padded=100_001)):
+        made = graphs._recording_for(needed, {})
+        assert made is not large and made.capacity == needed
+
+
+def test_a_smaller_batch_takes_the_cheapest_that_holds_it(graphs: Graphs) -> None:
+    made = [graphs._recording_for(capacity(src), {}) for src in (1000, 3000, 2000)]
+    assert graphs._recording_for(capacity(900), {}) is made[0]
+    assert graphs._recording_for(capacity(1001), {}) is made[2]
+
+
+def test_a_recording_is_made_when_what_was_wasted_has_paid_for_it(graphs: Graphs) -> None:
+    large = graphs._recording_for(capacity(40_000), {})
+    small = capacity(10_000)
+    taken = [graphs._recording_for(small, {}) for _ in range(RECORDING_ROWS // 30_000 + 5)]
+    assert taken[: RECORDING_ROWS // 30_000 - 1] == [large] * (RECORDING_ROWS // 30_000 - 1)
+    assert {r.capacity for r in taken[RECORDING_ROWS // 30_000 - 1 :]} == {small}
+    assert len(graphs._recordings) == 2
+    # Paid: the account starts anew, and a batch that fits exactly is never charged.
+    assert graphs._recording_for(capacity(39_999), {}) is large
+    for _ in range(20):
+        assert graphs._recording_for(capacity(40_000), {}) is large
+
+
+def test_a_batch_that_fits_exactly_never_pays(graphs: Graphs) -> None:
+    exact = graphs._recording_for(capacity(40_000), {})
+    graphs._wasted = RECORDING_ROWS
+    assert graphs._recording_for(capacity(40_000), {}) is exact
+
+
+def test_what_a_batch_needs_is_read_off_its_shape(graphs: Graphs) -> None:
+    sample = batch((50,) * 40, (30,) * 40)
+    assert graphs.run(sample).capacity == module.capacity_for(40, 50, 30, 1200)
+
+
+# CUDA graphs
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+def on_gpu(sample: Any) -> Any:
+    if isinstance(sample, dict):
+        return {name: on_gpu(value) for name, value in sample.items()}
+    return sample.cuda() if isinstance(sample, Tensor) else sample
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_graphs_are_the_modules(dtype: torch.dtype) -> None:
+    """Several batches, of which the second and third take the first one's recording."""
+    lengths = [((9, 14, 6) * 20, (8, 12, 11) * 20), ((5, 7, 3) * 20, (6, 4, 5) * 20), ((9,) * 30, (13,) * 30)]
+    model = shaken(*HARD).train()
+    exact = shaken(*HARD).train()
+    step = step_of(model.cuda().to(dtype))
+    for src, tgt in lengths:
+        sample = batch(src, tgt)
+        expected = gradients(exact, (1.0, sample))
+        loss, _ = reference(exact, sample)
+        step.packed.flat.zero_grad()
+        got = step.train(on_gpu(sample)).loss
+        (got * 0.125).backward()
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.detach().cpu(), loss.detach(), rtol=tolerance, atol=0)
+        total = torch.stack([want.norm() for want in expected.values()]).norm()
+        for name, parameter in model.named_parameters():
+            want = expected[name]
+            error = (parameter.grad.cpu().float() / 0.125 - want).norm()
+            assert error <= 4 * tolerance * (want.norm() + 0.02 * total), (
+                name
+            )  # some are zero but for rounding
+    assert step._graphs is not None and len(step._graphs._recordings) == 1
+
+
+@needs_gpu
+def test_graphs_drop_anew_each_step_and_alike_under_one_seed() -> None:
+    model = shaken(*HARD, "--dropout", "0.3", "--attention-dropout", "0.3").cuda().train()
+    step = step_of(model)
+    sample = on_gpu(SAMPLES[0])
+    step.train(sample).loss.backward()
+
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        return [step.train(sample).loss.item() for _ in range(2)]
+
+    first = losses(1)
+    assert first[0] != first[1]
+    assert first == losses(1) != losses(2)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surface_fusion.fast.dropout_kernels import keep
+from surface_fusion.fast.packed import PackedRows
 
 UNLIMITED = 2**30
 """How far beyond its own row a query may look if it need not be causal: one kernel for both."""
@@ -67,11 +68,11 @@ def _range(
 @triton.jit
 def _forward_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
-    q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale:
-    tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head:
-    tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row:
-    tl.tensor, o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K:
-    tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    q_sentences: tl.tensor, k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, q_row: tl.tensor,
+    q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
+    o_row: tl.tensor, o_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1)
@@ -112,13 +113,13 @@ def _forward_kernel(
 @triton.jit
 def _query_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, o_base: tl.tensor, lse_base: tl.tensor,
-    do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor, k_sentences:
-    tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor, reach:
-    tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head:
-    tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor, do_row:
-    tl.tensor, do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr, BLOCK_D:
-    tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr, PRECISION:
-    tl.constexpr,
+    do_base: tl.tensor, dq_base: tl.tensor, delta_base: tl.tensor, q_sentences: tl.tensor,
+    k_sentences: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate: tl.tensor,
+    reach: tl.tensor, n: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor,
+    k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, o_row: tl.tensor, o_head: tl.tensor,
+    do_row: tl.tensor, do_head: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradient of the queries, and delta, the inner product of each output and its gradient."""
     first = tl.program_id(0) * BLOCK_Q
@@ -159,13 +160,13 @@ def _query_kernel(
 @triton.jit
 def _key_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, lse_base: tl.tensor, do_base: tl.tensor,
-    delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor, k_sentences:
-    tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor, scale: tl.tensor, rate:
-    tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row:
-    tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, do_row: tl.tensor, do_head:
-    tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor, D:
-    tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DROPOUT:
-    tl.constexpr, PRECISION: tl.constexpr,
+    delta_base: tl.tensor, dk_base: tl.tensor, dv_base: tl.tensor, q_sentences: tl.tensor,
+    k_sentences: tl.tensor, q_starts: tl.tensor, k_starts: tl.tensor, seed_base: tl.tensor,
+    scale: tl.tensor, rate: tl.tensor, reach: tl.tensor, n: tl.tensor, m: tl.tensor, q_row: tl.tensor,
+    q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
+    do_row: tl.tensor, do_head: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor, dv_row: tl.tensor,
+    dv_head: tl.tensor, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of keys and values."""
     first = tl.program_id(0) * BLOCK_K
@@ -226,9 +227,16 @@ def _constants(q: Tensor, rate: float) -> dict[str, Any]:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, queries: Any, keys: Any, causal: bool, rate: float, seed: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: PackedRows,
+    keys: PackedRows,
+    causal: bool,
+    rate: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs N x H x D and the log2-sum-exp of the scores, H x N; rows as ``PackedRows``."""
+    """Outputs N x H x D and the log2-sum-exp of the scores, H x N; arguments as ``attention.attend``'s."""
     n, heads, dim = q.shape
     out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, n), dtype=torch.float32, device=q.device)
@@ -237,7 +245,7 @@ def attention_forward(
     grid = (triton.cdiv(n, constants["BLOCK_Q"]), heads)
     _forward_kernel[grid](
         q, k, v, out, lse, queries.sentence, keys.sentence, keys.starts, seed if rate > 0 else lse,
-        dim**-0.5, rate, 0 if causal else UNLIMITED, n, len(k), *strides, **constants,
+        dim**-0.5, rate, 0 if causal else UNLIMITED, n, *strides, **constants,
     )  # fmt: skip
     return out, lse
 
@@ -246,8 +254,8 @@ def attention_backward(
     grad: Tensor,
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     into: tuple[Tensor, Tensor, Tensor],
-    queries: Any,
-    keys: Any,
+    queries: PackedRows,
+    keys: PackedRows,
     causal: bool,
     rate: float,
     seed: Tensor | None,
@@ -257,7 +265,7 @@ def attention_backward(
     n, heads, dim = q.shape
     constants = _constants(q, rate)
     delta = torch.empty_like(lse)
-    scalars = dim**-0.5, rate, 0 if causal else UNLIMITED, n, len(k)
+    scalars = dim**-0.5, rate, 0 if causal else UNLIMITED, n
     seed = seed if rate > 0 else lse
     strides = [s for x in (q, k, v, out, grad, into[0]) for s in x.stride()[:2]]
     _query_kernel[(triton.cdiv(n, constants["BLOCK_Q"]), heads)](
@@ -267,5 +275,6 @@ def attention_backward(
     strides = [s for x in (q, k, v, grad, *into[1:]) for s in x.stride()[:2]]
     _key_kernel[(triton.cdiv(len(k), constants["BLOCK_K"]), heads)](
         q, k, v, lse, grad, delta, *into[1:],
-        queries.sentence, keys.sentence, queries.starts, keys.starts, seed, *scalars, *strides, **constants,
+        queries.sentence, keys.sentence, queries.starts, keys.starts, seed,
+        *scalars, len(k), *strides, **constants,
     )  # fmt: skip

@@ -5,8 +5,6 @@ Gradients of vectors are sums over all rows: each program keeps its own sum over
 takes in turn, and torch adds those up.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -144,7 +142,11 @@ def add_norm_forward(
 
 
 def add_norm_backward(
-    dy: Tensor | None, ds: Tensor | None, saved: Any, rate: float, seed: Tensor | None
+    dy: Tensor | None,
+    ds: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    rate: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x and of the residual, and the 3 x C of weight, bias and x's bias, in float32.
 

@@ -132,8 +132,11 @@ class PackedTransformer:
         if getattr(stack, "project_in_dim", None) is not None:
             x = self._linear(x, stack.project_in_dim)
         if stack.embed_positions is not None:
-            sinusoidal = hasattr(stack.embed_positions, "weights")
-            table = stack.embed_positions.weights if sinusoidal else self._of(stack.embed_positions.weight)
+            if hasattr(stack.embed_positions, "weights"):
+                # Kept: the module may replace its table by a longer one while graphs read this one.
+                table = self._known.setdefault(id(stack), stack.embed_positions.weights)
+            else:
+                table = self._of(stack.embed_positions.weight)
             # Only rows that a capacity leaves over can lie behind the table.
             places = (rows.positions + (stack.padding_idx + 1)).clamp(max=len(table) - 1)
             x = x + F.embedding(places, table)

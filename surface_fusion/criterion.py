@@ -152,7 +152,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         if reduce and _hard(model):
             with torch.no_grad():
                 total = at_least_float32(log_probs).logsumexp(dim=-1)
-                normalized = normalized + total[target.ne(self.padding_idx)].sum()
+                normalized = normalized + total.masked_fill(target.eq(self.padding_idx), 0).sum()
         return LinearCrossEntropy(loss, nll, normalized)
 
     def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:

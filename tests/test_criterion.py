@@ -13,7 +13,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
-from tiny import PAD, USER_DIR, batch, build, log_probs, shaken
+from tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 from torch import Tensor
 
 from surface_fusion.cli.main import main
@@ -123,6 +123,24 @@ def test_flags_of_fairseqs_criterion(flags: tuple[str, ...], options: dict[str, 
     loss, size, logged = criterion(way, **options)(model, SAMPLES[0])
     expected, expected_size, expected_log = fairseqs(**options)(reference, SAMPLES[0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and size == expected_size
+    assert_logged(logged, expected_log)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padding_on_the_other_side(way: str) -> None:
+    """``--left-pad-target`` and a source that is padded on the right."""
+    sample = batch((5, 7, 3), (6, 4, 5))
+
+    def repadded(tokens: Tensor, left: bool) -> Tensor:
+        return pad_rows([row[row.ne(PAD)] for row in tokens], left)
+
+    net = sample["net_input"]
+    net["src_tokens"] = repadded(net["src_tokens"], False)
+    net["prev_output_tokens"] = repadded(net["prev_output_tokens"], True)
+    sample["target"] = repadded(sample["target"], True)
+    loss, _, logged = criterion(way)(model_of(way, *HARD), sample)
+    expected, _, expected_log = fairseqs()(model_of("plain", *HARD), sample)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_logged(logged, expected_log)
 
 

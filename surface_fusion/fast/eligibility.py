@@ -81,4 +81,6 @@ def why_not_packed(model: Any) -> str | None:
         for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
             if getattr(layer, part, None) is not None:
                 return f"a layer with {part}"
+        if not hasattr(layer.self_attn.q_proj.weight, "flat_group"):  # copies lose it
+            return "parameters that are copies"
     return None

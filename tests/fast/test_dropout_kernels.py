@@ -17,7 +17,7 @@ HEAD = 0x632BE59B  # by what attention's heads move the seed on
 @triton.jit
 def _keep_kernel(out, seed, rate, SIZE: tl.constexpr):
     cols = tl.arange(0, SIZE)
-    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    rows = tl.program_id(0) * 64 + tl.arange(0, 64)
     kept = keep(tl.load(seed), rows[:, None], cols[None, :], rate)
     tl.store(out + rows[:, None] * SIZE + cols[None, :], kept.to(tl.float32))
 
@@ -26,7 +26,7 @@ def kept(seed: int, rate: float) -> Tensor:
     """SIZE x SIZE of 0 and 1."""
     out = torch.full((SIZE, SIZE), float("nan"), device=DEVICE)
     seed = (seed + 2**31) % 2**32 - 2**31
-    _keep_kernel[(SIZE // 16,)](out, torch.tensor(seed, dtype=torch.int32, device=DEVICE), rate, SIZE)
+    _keep_kernel[(SIZE // 64,)](out, torch.tensor(seed, dtype=torch.int32, device=DEVICE), rate, SIZE)
     return out.cpu()
 
 

@@ -1,5 +1,6 @@
 """Which models the fast paths take, and the reason that the log gives for the others."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -105,6 +106,14 @@ def test_a_layer_with_more_to_it(part: str) -> None:
     model = flat_model(*HARD)
     setattr(model.decoder.layers[1], part, nn.LayerNorm(16, elementwise_affine=False))
     assert why_not_packed(model) == f"a layer with {part}"
+
+
+def test_a_copied_model() -> None:
+    """Its parameters do not lie side by side."""
+    model = copy.deepcopy(build(*HARD)[0])
+    flat = FlatParameters.of(model.parameters())
+    assert flat.holds(model.parameters())
+    assert why_not_packed(model) == "parameters that are copies"
 
 
 def test_a_layer_of_another_kind() -> None:

@@ -164,9 +164,10 @@ def test_a_smaller_batch_takes_the_cheapest_that_holds_it(graphs: Graphs) -> Non
 def test_a_recording_is_made_when_what_was_wasted_has_paid_for_it(graphs: Graphs) -> None:
     large = graphs._recording_for(capacity(40_000), {})
     small = capacity(10_000)
-    taken = [graphs._recording_for(small, {}) for _ in range(RECORDING_ROWS // 30_000 + 5)]
-    assert taken[: RECORDING_ROWS // 30_000 - 1] == [large] * (RECORDING_ROWS // 30_000 - 1)
-    assert {r.capacity for r in taken[RECORDING_ROWS // 30_000 - 1 :]} == {small}
+    unpaid = -(-RECORDING_ROWS // 30_000) - 1
+    taken = [graphs._recording_for(small, {}) for _ in range(unpaid + 5)]
+    assert taken[:unpaid] == [large] * unpaid
+    assert {r.capacity for r in taken[unpaid:]} == {small}
     assert len(graphs._recordings) == 2
     # Paid: the account starts anew, and a batch that fits exactly is never charged.
     assert graphs._recording_for(capacity(39_999), {}) is large

@@ -5,6 +5,7 @@ from typing import Any
 
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
+from torch import nn
 
 from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config import SurfaceFusionConfig
@@ -25,8 +26,8 @@ class SurfaceFusionModel(TransformerModelBase):
     fairseq's own encoder and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
 
-    _walked: tuple[Any, ...] = ()
-    """All modules when the mode last changed."""
+    _walked: tuple[nn.Module, ...] = ()
+    """All modules there were when the mode last changed."""
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -68,7 +69,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     def train(self, mode: bool = True) -> "SurfaceFusionModel":
         """As torch's. fairseq asks twice an update, and torch walks over hundreds of modules each time."""
-        if not self._walked or not all(module.training is mode for module in self._walked):
+        if {module.training for module in self._walked} != {mode}:
             super().train(mode)
             self._walked = tuple(self.modules())
         return self

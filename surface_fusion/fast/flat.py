@@ -108,20 +108,26 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter is no view any more.
         """
-        if self.local_only:
-            return  # the fast step wrote here, nothing else
-        with torch.no_grad():
-            for param, grad in self._detached():
-                if param.grad is None:
-                    grad.zero_()
-                else:
-                    grad.copy_(param.grad)
-                param.grad = grad
+        if not self.local_only:  # else the fast step wrote here, and nothing elsewhere
+            self._attach()
+
+    @torch.no_grad()
+    def _attach(self) -> None:
+        for param, grad in self._detached():
+            if param.grad is None:
+                grad.zero_()
+            else:
+                grad.copy_(param.grad)
+            param.grad = grad
 
     def zero_grad(self) -> None:
         """Zero all gradients, wherever ``.grad`` points."""
-        for param, grad in self._detached():
-            param.grad = grad
+        first, (_, address) = next(iter(self._views.items()))
+        if first.data_ptr() != address:
+            self._attach()  # raises
+        for param, (grad, _) in self._views.items():
+            if param.grad is not grad:
+                param.grad = grad
         self.grad.zero_()
         self.local_only = False
 
@@ -136,7 +142,7 @@ class FlatParameters:
 
         Right also where a part was averaged before. ``local_only`` must be alike in all processes.
         """
-        self.attach_grads()
+        self._attach()
         if dist.get_backend(group) == "nccl":
             dist.all_reduce(self.grad, op=dist.ReduceOp.AVG, group=group)
         else:

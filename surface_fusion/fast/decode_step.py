@@ -287,5 +287,10 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     """Heads side by side: S x B x (H d) of S x H x B x d queries and S x H x N x d keys."""
-    bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2).flatten(2)
+    if query.is_cuda or len(query) == 1:
+        bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
+        read = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    else:  # torch's attention gains nothing from a second core with so few queries
+        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3)).add_(bias)
+        read = torch.matmul(scores.softmax(dim=-1), value)
+    return read.transpose(1, 2).flatten(2)

@@ -97,6 +97,8 @@ class Lease:
         self.cache = cache
         self.steps: dict[tuple[int, int, bool], Recorded | None] = {}
         """None: that shape has run once."""
+        self.pool: Any = None
+        """Memory of the graphs. Theirs alone: torch refuses a pool whose graphs have all gone."""
         self.user: Any = weakref.ref(user)
 
 
@@ -143,7 +145,7 @@ class FastDecoding:
         self._leases: list[Lease] = []
         self._weights: FusedWeights | None = None
         self._signature: tuple[int, ...] = ()
-        self._capture: tuple[torch.cuda.Stream, Any] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(
         self, decoder: Any, tokens: Tensor, encoder_out: Mapping[str, list[Tensor]]
@@ -286,7 +288,7 @@ class FastDecoding:
         recorded = lease.steps[key]
         if recorded is None:
             try:
-                recorded = lease.steps[key] = self._record(decoder, weights, cache, key)
+                recorded = lease.steps[key] = self._record(decoder, weights, lease, key)
             except RuntimeError as error:
                 self.graphs = False
                 logger.warning(f"decoding without CUDA graphs, since recording one failed: {error}")
@@ -295,20 +297,20 @@ class FastDecoding:
         return recorded.out
 
     def _record(
-        self, decoder: Any, weights: FusedWeights, cache: DecodeCache, key: tuple[int, int, bool]
+        self, decoder: Any, weights: FusedWeights, lease: Lease, key: tuple[int, int, bool]
     ) -> Recorded:
-        """The step as a graph; nothing is computed. All graphs share one memory pool."""
-        if self._capture is None:
-            self._capture = torch.cuda.Stream(cache.tokens.device), torch.cuda.graph_pool_handle()
-        stream, pool = self._capture
+        """The step as a graph; nothing is computed."""
+        device = lease.cache.tokens.device
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        lease.pool = lease.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(cache.tokens.device)
+        current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
         # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=lease.pool, capture_error_mode="thread_local")
             try:
-                out = cache.step(decoder, weights, *key)
+                out = lease.cache.step(decoder, weights, *key)
             finally:
                 graph.capture_end()
         current.wait_stream(stream)

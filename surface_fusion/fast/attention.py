@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surface_fusion.fast.packed import PackedRows
+from surface_fusion.fast.packed import PackedRows, Places
 from surface_fusion.fast.triton_installed import use_kernels
 
 WIDEST_HEAD = 1024
@@ -48,8 +48,8 @@ def attend_self(
 ) -> Tensor:
     """:func:`attend` for queries, keys and values that lie side by side: N x 3 x H x d to N x H x d."""
     if not use_kernels(qkv):
-        q, k, v = qkv.unbind(1)
-        return attend_padded(q, k, v, rows, rows, causal=causal, rate=rate)
+        q, k, v = _pad(qkv, rows.places).unbind(2)
+        return _attend_padded(q, k, v, rows.places, rows.places, causal=causal, rate=rate)
     return _AttendSelf.apply(qkv, rows, causal, rate, seed)
 
 
@@ -57,20 +57,53 @@ def attend_padded(
     q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, rate: float
 ) -> Tensor:
     """:func:`attend` by way of padding; waits for the device, which knows the longest sentence."""
-    widths = [int(rows.starts.diff().max()) for rows in (queries, keys)]
-    q, k, v = _pad(q, queries, widths[0]), _pad(k, keys, widths[1]), _pad(v, keys, widths[1])
-    mask = None
-    if not causal:
-        real = torch.arange(widths[1], device=k.device) < keys.starts.diff()[:, None]
-        mask = real[:, None, None, :]
+    q, k, v = _pad(q, queries.places), _pad(k, keys.places), _pad(v, keys.places)
+    return _attend_padded(q, k, v, queries.places, keys.places, causal=causal, rate=rate)
+
+
+def _attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, queries: Places, keys: Places, *, causal: bool, rate: float
+) -> Tensor:
+    """B x T x H x d and twice B x S x H x d to N x H x d."""
+    mask = None if causal or keys.full else keys.real[:, None, None, :]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
-    return read.transpose(1, 2)[queries.sentence, queries.positions]
+    rows = read.transpose(1, 2).flatten(0, 1)
+    return rows if queries.full else _Unpad.apply(rows, queries)
 
 
-def _pad(x: Tensor, rows: PackedRows, width: int) -> Tensor:
-    """N x H x d to B x H x T x d, zero where there is no row."""
-    padded = x.new_zeros(len(rows.starts) - 1, width, *x.shape[1:])
-    return padded.index_put((rows.sentence, rows.positions), x).transpose(1, 2)
+def _pad(x: Tensor, places: Places) -> Tensor:
+    """N x ... to B x T x ..."""
+    padded = x if places.full else _Pad.apply(x, places)
+    return padded.reshape(*places.real.shape, *x.shape[1:])
+
+
+class _Pad(torch.autograd.Function):
+    """Rows to places. Padding holds copies of some rows: as a key it is hidden, as a query thrown away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
+        ctx.places = places
+        return x.index_select(0, places.row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.index_select(0, ctx.places.place), None  # that of padding is zero
+
+
+class _Unpad(torch.autograd.Function):
+    """Places to rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
+        ctx.places = places
+        return x.index_select(0, places.place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        places = ctx.places
+        zeros = grad.new_zeros(places.real.numel(), *grad.shape[1:])
+        return zeros.index_copy_(0, places.place, grad), None
 
 
 class _Attend(torch.autograd.Function):

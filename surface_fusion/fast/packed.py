@@ -10,6 +10,8 @@ every row belongs to some sentence, so nothing is ever left unwritten.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,37 @@ class PackedRows:
     sentence: Tensor
     positions: Tensor
     starts: Tensor
+
+    @cached_property
+    def places(self) -> "Places":
+        """Where padding would put the rows; waits for the device, which knows the longest sentence."""
+        lengths = self.starts.diff()
+        width = int(lengths.max())
+        columns = torch.arange(width, device=lengths.device)
+        rows = (self.starts[:-1, None] + columns).clamp(max=len(self.sentence) - 1)
+        real = columns < lengths[:, None]
+        return Places(real, rows.flatten(), self.sentence * width + self.positions, len(self.sentence))
+
+
+class Places(NamedTuple):
+    """The B x T matrix that rows have their places in if padded.
+
+    Attributes:
+        real: bool, B x T, false at padding.
+        row: B T, the row of each place, and some row at padding.
+        place: N, the place of each row.
+        rows: N.
+    """
+
+    real: Tensor
+    row: Tensor
+    place: Tensor
+    rows: int
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing is padding."""
+        return self.rows == self.real.numel()
 
 
 @dataclass(frozen=True)

@@ -57,3 +57,25 @@ def test_float64_never_goes_to_the_kernels() -> None:
 
     assert not use_kernels(torch.zeros(1, dtype=torch.float64))
     assert use_kernels(torch.zeros(1)) == INTERPRETED
+
+
+def test_dropout_on_a_cpu_keeps_as_many_as_it_says() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1000, 1003, requires_grad=True)
+    y = drop(x, 0.3)
+    values, counts = y.unique(return_counts=True)
+    torch.testing.assert_close(values, torch.tensor([0.0, 1 / 0.7]))
+    assert counts[1].item() / x.numel() == pytest.approx(0.7, abs=0.002)  # four deviations
+    # Neighbours, which share a draw, know nothing of each other.
+    kept = (y.detach() > 0).double() - 0.7
+    for shift in (1, 2, 3, 4):
+        assert (kept.flatten()[shift:] * kept.flatten()[:-shift]).mean().abs() < 0.001
+    y.sum().backward()
+    assert x.grad.equal(y.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dropout_on_a_cpu_in_other_dtypes(dtype: torch.dtype) -> None:
+    y = drop(torch.ones(7, dtype=dtype), 0.5)
+    assert y.dtype == dtype and set(y.tolist()) <= {0.0, 2.0}
+    assert drop(torch.ones(7, dtype=dtype), 1.0).eq(0).all()

@@ -11,11 +11,25 @@ from typing import Any
 import pytest
 import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
-from published import GOLDEN_NAMES, PAD, Golden, assert_near, load_golden, losses, write_checkpoint
+from published import (
+    GOLDEN_NAMES,
+    LABEL_SMOOTHING,
+    PAD,
+    Golden,
+    assert_near,
+    load_golden,
+    losses,
+    write_checkpoint,
+)
 from torch import Tensor
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.distributions import MODES
+from surface_fusion.fast.eligibility import why_not_fused, why_not_packed
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.packed import pack
+from surface_fusion.fast.step import PackedStep
 
 TRANSPARENT = ("ta", "ta_fine_srcemb", "ta_fine_srcemb_att_hard_g08")
 VANILLA = ("vanilla", "vanilla_layerwise")
@@ -99,6 +113,30 @@ def test_gradients(loaded: Loaded) -> None:
     largest = max(grad.abs().max().item() for grad in golden.grad.values())
     for name, grad in golden.grad.items():
         assert_near(grads[name], grad, 1e-4 * largest, name)
+
+
+def test_the_fast_step(loaded: Loaded) -> None:
+    """Losses and gradients of the packed forward with output layer and loss in one."""
+    golden, model = loaded.golden, loaded.model
+    if why_not_fused(model) is not None:
+        assert loaded.mode == "postnorm_v1"
+        return
+    flat = FlatParameters.of(model.parameters())
+    assert why_not_packed(model) is None
+    flat.zero_grad()
+    packed = PackedTransformer(model, flat)
+    vocab = golden.meta["n_tgt"]
+    # fairseq 0.9 gave the target's own part of epsilon to it once more.
+    step = PackedStep(packed, LABEL_SMOOTHING * (vocab - 1) / vocab, ignore_prefix_size=0)
+    packed.training = False  # no dropout
+    batch = pack(*(golden[name] for name in ("src_tokens", "prev_output_tokens", "target")), PAD)
+    found, backward = step.forward(batch)
+    assert_near(found.loss, golden["loss"])
+    assert_near(found.nll, golden["nll_loss"])
+    backward(torch.tensor(1.0))
+    largest = max(grad.abs().max().item() for grad in golden.grad.values())
+    for name, parameter in model.named_parameters():
+        assert_near(parameter.grad, golden.grad[name], 1e-4 * largest, name)
 
 
 def test_no_unused_parameter(loaded: Loaded) -> None:

@@ -28,11 +28,13 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from surface_fusion.distributions import at_least_float32
+from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.step import PackedStep
+from surface_fusion.fast.triton_installed import use_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,19 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
         self._ways: WeakKeyDictionary[Any, str | PackedStep] = WeakKeyDictionary()
+        self._compilation: Compilation | None = None
+
+    def prepare(self, model: Any, optimizer: str | None) -> None:
+        """Begin to compile what training *model* is going to need on a GPU; fairseq has more to do before.
+
+        Args:
+            optimizer: its name among fairseq's.
+        """
+        if self.sf_plain or optimizer != "flat_adam" or why_not_fused(model) is not None:
+            return
+        weight = unwrapped(model).decoder.output_projection.weight
+        if weight.is_cuda and use_kernels(weight):
+            self._compilation = Compilation(unwrapped(model), self.eps)
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -117,7 +132,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if reason is not None or flat is None:
             return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
-        step = PackedStep(PackedTransformer(unwrapped(model), flat), self.eps, self.ignore_prefix_size)
+        packed = PackedTransformer(unwrapped(model), flat)
+        step = PackedStep(packed, self.eps, self.ignore_prefix_size, self._compilation)
         where = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
         return step, f"batches without padding, {where}"
 

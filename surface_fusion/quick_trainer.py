@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 class ReadOnceConfig(DictConfig):
@@ -31,11 +31,17 @@ class ReadOnceConfig(DictConfig):
 
 
 def read_settings_once(init: Callable[..., None], trainer: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
-    """fairseq's ``Trainer.__init__``; from then on its configuration answers quickly."""
+    """fairseq's ``Trainer.__init__``; from then on its configuration answers quickly.
+
+    A criterion that has something to prepare for the model may begin.
+    """
     init(trainer, cfg, *args, **kwargs)
-    for section in (trainer.cfg, *(trainer.cfg[name] for name in trainer.cfg)):
+    given = [name for name in trainer.cfg if not OmegaConf.is_missing(trainer.cfg, name)]
+    for section in (trainer.cfg, *(trainer.cfg[name] for name in given)):
         if type(section) is DictConfig:
             object.__setattr__(section, "__class__", ReadOnceConfig)
+    if hasattr(trainer.get_criterion(), "prepare"):
+        trainer.get_criterion().prepare(trainer.get_model(), getattr(trainer.cfg.optimizer, "_name", None))
 
 
 def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:

@@ -5,7 +5,7 @@
 It ends STEADY updates after every shape has been seen, that is after COLD updates or ten updates into the
 second epoch, whichever is later; or after MOST updates. OUT.json:
 
-* ``seconds`` since the first epoch began, after each update;
+* ``seconds`` since fairseq began to build its trainer, after each update;
 * ``tokens`` of each update: target, without padding, all of this process (none where an overflow skipped it);
 * ``pauses``: [updates done, seconds] of each start of an epoch but the first, from the end of the last update
   until the first batch has come from the data loader;
@@ -30,7 +30,7 @@ MARGIN = 10
 
 
 class Clock:
-    """What is measured, by standing around two methods of fairseq's trainer."""
+    """What is measured, by standing around three methods of fairseq's trainer."""
 
     def __init__(self, cold: int, steady: int, most: int) -> None:
         self.cold, self.steady, self.most = cold, steady, most
@@ -39,14 +39,20 @@ class Clock:
         self.pauses: list[tuple[int, float]] = []
         self.steady_from: int | None = None
         self.peak_gib = 0.0
-        self._start: float | None = None
+        self._start = 0.0
+        self._epochs = 0
         self._epoch_began = False
+
+    def build(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """fairseq's ``Trainer.__init__``."""
+        self._start = time.perf_counter()
+        original(trainer, *args, **kwargs)
 
     def begin_epoch(self, original: Callable[..., Any], trainer: Any, epoch: int) -> Any:
         """fairseq's ``Trainer.begin_epoch``."""
-        if self._start is None:
+        self._epochs += 1
+        if self._epochs == 1:
             trainer.cfg.optimization.max_update = self.most
-            self._start = time.perf_counter()
         else:
             self._epoch_began = True
             if self.steady_from is None:
@@ -56,7 +62,6 @@ class Clock:
 
     def train_step(self, original: Callable[..., Any], trainer: Any, samples: list[Any], *args: Any) -> Any:
         """fairseq's ``Trainer.train_step``; an overflow is no update, its time is."""
-        assert self._start is not None
         if self._epoch_began:
             self._epoch_began = False
             self.pauses.append((len(self.seconds), time.perf_counter() - self._start - self.seconds[-1]))
@@ -80,7 +85,8 @@ def main() -> None:
     """Entry point."""
     out, cold, steady, most, *flags = sys.argv[1:]
     clock = Clock(int(cold), int(steady), int(most))
-    begin_epoch, train_step = Trainer.begin_epoch, Trainer.train_step
+    build, begin_epoch, train_step = Trainer.__init__, Trainer.begin_epoch, Trainer.train_step
+    setattr(Trainer, "__init__", lambda *args, **kwargs: clock.build(build, *args, **kwargs))  # noqa: B010
     Trainer.begin_epoch = lambda *args: clock.begin_epoch(begin_epoch, *args)
     Trainer.train_step = lambda *args: clock.train_step(train_step, *args)
 

@@ -7,7 +7,7 @@
 Each contender trains the README's model (base, 6+6 layers of 512/2048, hard fusion, gate 0.8; fairseq: the
 same Transformer without fusion) in a process of its own. Target tokens a second, without padding:
 
-* ``phase=cold``: the first 500 updates since the first epoch began, all waiting, compilation and warm-up
+* ``phase=cold``: the first 500 updates since the trainer was built, all waiting, compilation and warm-up
   included (``updates=`` says how many they were);
 * ``phase=steady``: after every shape of batch has been seen (500 updates, and 10 of the second epoch), the
   median over windows of 40 updates of wall time;

@@ -3,6 +3,8 @@
 A kernel takes Triton about a second, and a step has a dozen.
 """
 
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,20 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy
 from surface_fusion.fast.packed import PackedRows
 from surface_fusion.fast.triton_installed import INTERPRETED
 
+logger = logging.getLogger(__name__)
+
 ROWS = 64
 
 
-def compile_ahead(packed: PackedTransformer, smoothing: float) -> None:
-    """Call each kernel on a few rows, in a thread each."""
+def compile_ahead(model: Any, smoothing: float) -> None:
+    """Call each kernel that a step of *model* needs, on a few rows, in a thread each."""
     from surface_fusion.fast.attention_kernels import attention_backward, attention_forward
     from surface_fusion.fast.elementwise_kernels import add_norm_backward, add_norm_forward, relu_backward
 
-    data = packed.flat.data
+    encoder, decoder, cfg = model.encoder, model.decoder, model.decoder.cfg
+    data = decoder.output_projection.weight.detach()
+    paired = cfg.surfacefusion is not None and decoder.paired
     zeros = partial(torch.zeros, dtype=data.dtype, device=data.device)
     float32 = partial(torch.zeros, dtype=torch.float32, device=data.device)
     integers = partial(torch.zeros, dtype=torch.int64, device=data.device)
@@ -33,7 +38,6 @@ def compile_ahead(packed: PackedTransformer, smoothing: float) -> None:
     rows = PackedRows(integers(ROWS), integers(ROWS), integers(ROWS), starts)
     jobs: list[Callable[[], Any]] = []
 
-    encoder, decoder = packed.encoder, packed.decoder
     attentions = [encoder.layers[0].self_attn, decoder.layers[0].self_attn, decoder.layers[0].encoder_attn]
     if hasattr(decoder, "sf_attn"):
         attentions.append(decoder.sf_attn)
@@ -58,10 +62,10 @@ def compile_ahead(packed: PackedTransformer, smoothing: float) -> None:
         jobs.append(partial(relu_backward, zeros(ROWS, hidden), zeros(ROWS, hidden), 1.0))
 
     def loss() -> Tensor:
-        weight = packed.output_embedding.detach().requires_grad_()
-        features = zeros(ROWS, 2, weight.shape[1]) if _paired(packed) else zeros(ROWS, weight.shape[1])
-        gate: Tensor | float | None = 0.5 if _paired(packed) else None
-        if packed.cfg.learned_gate and gate is not None:
+        weight = torch.empty_like(data).requires_grad_()
+        features = zeros(ROWS, 2, data.shape[1]) if paired else zeros(ROWS, data.shape[1])
+        gate: Tensor | float | None = 0.5 if paired else None
+        if paired and cfg.learned_gate:
             gate = float32(ROWS)
         with torch.enable_grad():
             return linear_cross_entropy(
@@ -77,5 +81,22 @@ def compile_ahead(packed: PackedTransformer, smoothing: float) -> None:
         list(pool.map(run, [loss, *jobs]))
 
 
-def _paired(packed: PackedTransformer) -> bool:
-    return packed.cfg.surfacefusion is not None and packed.decoder.paired
+class Compilation:
+    """:func:`compile_ahead` while the process does something else.
+
+    A failure is logged: whoever needs the kernel will meet it again.
+    """
+
+    def __init__(self, model: Any, smoothing: float) -> None:
+        self._thread = threading.Thread(target=self._compile, args=(model, smoothing), daemon=True)
+        self._thread.start()
+
+    def _compile(self, model: Any, smoothing: float) -> None:
+        try:
+            compile_ahead(model, smoothing)
+        except Exception as error:  # Triton's are of any kind
+            logger.warning(f"compiling kernels ahead failed: {error}")
+
+    def wait(self) -> None:
+        """Until it is done."""
+        self._thread.join()

@@ -21,12 +21,15 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf minus -inf is NaN
 
 
 @triton.jit
-def _read(row: tl.tensor, cols: tl.tensor, limit: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
+def _read(
+    row: tl.tensor, cols: tl.tensor, limit: tl.tensor, VOCAB: tl.constexpr, EVICT: tl.constexpr
+) -> tl.tensor:
     """A tile of logits, -inf behind the vocabulary.
 
     The mask of the load ends at *limit*, the row's stride, a multiple of 64: it stays whole vectors.
+    *EVICT* tells the cache that the row is read once more (``evict_last``) or not (``evict_first``).
     """
-    x = tl.load(row + cols, mask=cols < limit, other=0.0).to(tl.float32)
+    x = tl.load(row + cols, mask=cols < limit, other=0.0, eviction_policy=EVICT).to(tl.float32)
     return tl.where(cols < VOCAB, x, float("-inf"))
 
 
@@ -60,7 +63,7 @@ def _write_gradient(
     STRIDE: tl.constexpr,
 ) -> None:
     """A tile becomes scale * (softmax - q)."""
-    x = _read(row, cols, limit, VOCAB)
+    x = _read(row, cols, limit, VOCAB, "evict_first")
     q = scale * (on_each + tl.where(cols == y, on_target, 0.0))
     gradient = scale / total * tl.exp2((x - peak) * LOG2E) - q
     tl.store(row + cols, gradient.to(row.dtype.element_ty), mask=cols < STRIDE)
@@ -109,11 +112,11 @@ def _softmax_kernel(
         mix_peak, mix_total = z_peak, z_total
     for start in range(0, VOCAB, LANES * WIDTH):
         cols = start + tile
-        z = _read(z_row, cols, limit, VOCAB)
+        z = _read(z_row, cols, limit, VOCAB, "evict_last")
         z_peak, z_total = _online(z, z_peak, z_total)
         z_sum += tl.sum(tl.where(cols < VOCAB, z, 0.0), axis=1)
         if PAIRED:
-            s = _read(s_row, cols, limit, VOCAB)
+            s = _read(s_row, cols, limit, VOCAB, "evict_last")
             s_peak, s_total = _online(s, s_peak, s_total)
             s_sum += tl.sum(tl.where(cols < VOCAB, s, 0.0), axis=1)
             mix = tl.where(cols < VOCAB, g * z + (1 - g) * s, float("-inf"))

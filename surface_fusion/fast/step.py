@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.compile_ahead import compile_ahead
+from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack, pack_static
@@ -32,11 +32,19 @@ class PackedStep:
         packed: the model.
         smoothing: label smoothing epsilon.
         ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
+        compilation: of the kernels, if it has begun.
     """
 
-    def __init__(self, packed: PackedTransformer, smoothing: float, ignore_prefix_size: int) -> None:
+    def __init__(
+        self,
+        packed: PackedTransformer,
+        smoothing: float,
+        ignore_prefix_size: int,
+        compilation: Compilation | None = None,
+    ) -> None:
         self.packed = packed
         self.smoothing = smoothing
+        self.compilation = compilation
         self.ignore_prefix_size = ignore_prefix_size
         self.padding_idx = packed.decoder.padding_idx
         self._trigger = torch.zeros((), requires_grad=True)
@@ -134,7 +142,7 @@ class Recording:
     def rehearse(self) -> None:
         """Run once without recording: kernels are compiled and libraries loaded; gradients get zero added."""
         device = self.scale.device
-        compile_ahead(self._step.packed, self._step.smoothing)
+        (self._step.compilation or Compilation(self._step.packed, self._step.smoothing)).wait()
         self.scale.zero_()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.random.fork_rng([device]):

@@ -1,0 +1,124 @@
+"""Table ``curves``: how far the losses of the fast and the plain path part over a real training, in fp32.
+
+    python scripts/bench/curves.py DATA-BIN [--updates 500] [--size demo]
+    python scripts/bench/curves.py --quick            tiny, on the CPU if there is no GPU
+
+Four trainings with the same data, seed and flags, without dropout: by the modules (``plain``); the same with
+the sentences of each batch in reverse (``reversed``), which changes nothing but the order of summation;
+fast; and fast, reversed. Two trainings part by themselves: rounding errors grow. So the fast path is right
+if it is no further from plain than plain is from itself. Relative differences of the loss of each update,
+the largest up to update 20, 100, 300 and so on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from contenders import SIZES, child_environment, data_folder, training_flags
+from results import Run, add_common_flags, settle_common_flags
+
+CHECKPOINTS = (20, 100, 200, 300, 400, 500)
+FIXED = (
+    "--dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+    "--no-save",
+    "--warmup-updates",
+    "100",
+    "--clip-norm",
+    "1",
+)
+
+
+def train(out: Path, backwards: bool, flags: list[str]) -> None:
+    """Train in this process and write the loss of each update, per token, to *out* as JSON."""
+    from fairseq.tasks import FairseqTask
+    from fairseq.trainer import Trainer
+    from fairseq_cli.train import cli_main
+
+    losses: list[float] = []
+    train_step, update = FairseqTask.train_step, Trainer.train_step
+    current: list[float] = []
+
+    def one_batch(task: Any, sample: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if backwards:
+            inputs = sample["net_input"]
+            turned = {
+                name: inputs[name].flip(0) for name in ("src_tokens", "src_lengths", "prev_output_tokens")
+            }
+            sample = {**sample, "net_input": {**inputs, **turned}, "target": sample["target"].flip(0)}
+        result = train_step(task, sample, *args, **kwargs)
+        current[:] = [float(result[0].detach().double() / float(result[1]))]
+        return result
+
+    def one_update(trainer: Any, *args: Any) -> Any:
+        before = trainer.get_num_updates()
+        result = update(trainer, *args)
+        if trainer.get_num_updates() > before:
+            losses.extend(current)
+        return result
+
+    setattr(FairseqTask, "train_step", one_batch)  # noqa: B010 (mypy: a method)
+    setattr(Trainer, "train_step", one_update)  # noqa: B010
+    sys.argv[1:] = flags
+    cli_main()
+    out.write_text(json.dumps(losses), encoding="utf-8")
+
+
+def main() -> None:
+    """Entry point."""
+    if sys.argv[1:2] == ["--child"]:
+        train(Path(sys.argv[2]), sys.argv[3] == "reversed", sys.argv[4:])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
+    parser.add_argument("--updates", type=int, metavar="N", help="default: 500")
+    parser.add_argument("--size", choices=SIZES, help="of the model; default: demo")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 2048")
+    add_common_flags(parser, "curves")
+    args = parser.parse_args()
+    args.dtype = ["fp32"]
+    settle_common_flags(args, "curves")
+    size = args.size or ("tiny" if args.quick else "demo")
+    updates = args.updates or (6 if args.quick else 500)
+
+    run = Run("curves", args.out, args.cpu)
+    curves: dict[tuple[str, str], list[float]] = {}
+    with (
+        data_folder(args.data, args.quick) as data,
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+    ):
+        for contender, order in product(("plain", "fast"), ("straight", "reversed")):
+            max_tokens = args.max_tokens or (800 if args.quick else 2048)
+            shared: dict[str, Any] = {"size": size, "max_tokens": max_tokens, "dtype": "fp32", "workers": 0}
+            flags = training_flags(contender, data, **shared, cpu=args.cpu)
+            out = Path(folder, f"{contender}-{order}.json")
+            command = [sys.executable, __file__, "--child", str(out), order, *flags, *FIXED]
+            done = subprocess.run(
+                [*command, "--max-update", str(updates)],
+                **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+                env=child_environment(),
+            )
+            if done.returncode:
+                raise SystemExit(f"{contender} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+            curves[contender, order] = json.loads(out.read_text(encoding="utf-8"))
+    reference = curves["plain", "straight"]
+    for (contender, order), curve in curves.items():
+        apart = [abs(a - b) / abs(b) for a, b in zip(curve, reference, strict=True)]
+        if (contender, order) != ("plain", "straight"):
+            for end in sorted({min(end, updates) for end in CHECKPOINTS}):
+                setting = {"size": size, "order": order, "updates": end}
+                run.add("curves", contender, setting, max(apart[:end]), "relative")
+    run.print_table()
+
+
+if __name__ == "__main__":
+    main()

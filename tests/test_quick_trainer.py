@@ -1,0 +1,95 @@
+"""The trainer does the same with fewer look-ups."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.utils import set_torch_seed
+from omegaconf import DictConfig, OmegaConf
+
+from surface_fusion import quick_trainer
+from surface_fusion.quick_trainer import ReadOnceConfig, read_settings_once
+
+
+class Trainer:
+    """What of fairseq's trainer the functions look at."""
+
+    tpu = cuda = False
+    updates = 3
+
+    def __init__(self, cfg: DictConfig, criterion: object = None) -> None:
+        self.cfg = cfg
+        self.criterion = criterion
+
+    def get_criterion(self) -> object:
+        return self.criterion
+
+    def get_model(self) -> str:
+        return "model"
+
+    def get_num_updates(self) -> int:
+        return self.updates
+
+
+@pytest.fixture
+def cfg() -> DictConfig:
+    return OmegaConf.create(OmegaConf.structured(FairseqConfig()))
+
+
+def built(cfg: DictConfig, criterion: object = None) -> Any:
+    trainer = Trainer.__new__(Trainer)
+    read_settings_once(Trainer.__init__, trainer, cfg, criterion)
+    return trainer
+
+
+def test_a_setting_is_looked_up_once_and_again_after_it_was_set(
+    cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, looked_up = built(cfg), []
+    original = DictConfig.__getattr__
+    monkeypatch.setattr(
+        DictConfig, "__getattr__", lambda self, key: looked_up.append(key) or original(self, key)
+    )
+    assert [trainer.cfg.common.seed for _ in range(3)] == [1, 1, 1]
+    assert looked_up == ["common", "seed"]
+    trainer.cfg.common.seed = 7
+    assert trainer.cfg.common.seed == 7
+    trainer.cfg.common["seed"] = 8
+    assert trainer.cfg.common.seed == 8
+
+
+def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
+    before = OmegaConf.to_container(cfg)
+    trainer = built(cfg)
+    _ = trainer.cfg.common.seed, trainer.cfg.dataset.max_tokens, trainer.cfg.optimization.lr
+    assert OmegaConf.is_config(trainer.cfg) and isinstance(trainer.cfg.common, ReadOnceConfig)
+    assert OmegaConf.to_container(trainer.cfg) == before
+    with pytest.raises(AttributeError):
+        _ = trainer.cfg.common.sed
+
+
+def test_a_criterion_may_prepare(cfg: DictConfig) -> None:
+    asked = []
+    cfg.optimizer = OmegaConf.create({"_name": "flat_adam"})
+    built(cfg, Namespace(prepare=lambda *args: asked.append(args)))
+    cfg.optimizer = None
+    built(cfg, Namespace(prepare=lambda *args: asked.append(args)))
+    built(cfg, Namespace())
+    assert asked == [("model", "flat_adam"), ("model", None)]
+
+
+def test_the_seed_is_fairseqs(cfg: DictConfig) -> None:
+    trainer = built(cfg)
+    set_torch_seed(cfg.common.seed + 3)
+    expected = torch.rand(5)
+    quick_trainer.set_seed(lambda _: pytest.fail("not for a TPU"), trainer)
+    assert torch.rand(5).equal(expected)
+
+
+def test_a_tpu_is_left_to_fairseq(cfg: DictConfig) -> None:
+    trainer, asked = built(cfg), []
+    trainer.tpu = True
+    quick_trainer.set_seed(asked.append, trainer)
+    assert asked == [trainer]

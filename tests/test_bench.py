@@ -29,16 +29,18 @@ def script(name: str) -> ModuleType:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``run("train", "--quick")`` as the command line does, without a process of its own."""
-    loggers = [logging.getLogger(name) for name in ("fairseq", "surface_fusion", "fairseq_cli.preprocess")]
-    levels = [logger.level for logger in loggers]
+    names = ("fairseq", "surface_fusion", "surface_fusion.checkpoints", "fairseq_cli.preprocess")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger.level, list(logger.filters)) for logger in loggers]
 
     def run(name: str, *flags: object) -> None:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
         script(name).main()
 
     yield run
-    for logger, level in zip(loggers, levels, strict=True):
+    for logger, (level, filters) in zip(loggers, before, strict=True):
         logger.setLevel(level)
+        logger.filters[:] = filters
 
 
 def row(**changes: object) -> dict[str, object]:

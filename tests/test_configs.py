@@ -15,7 +15,7 @@ import yaml
 from conftest import RunFairseq
 from fairseq import options
 from omegaconf import OmegaConf
-from published_commands import TRAIN
+from published_commands import FAST, TRAIN
 from published_commands import flags as published_flags
 
 from surface_fusion.config import SurfaceFusionConfig
@@ -154,10 +154,6 @@ def parsed(flags: list[str]) -> dict[str, Any]:
     """What fairseq-train reads from *flags*."""
     args = vars(options.parse_args_and_arch(options.get_training_parser(), flags))
     return {name: value for name, value in args.items() if name != "user_dir"}
-
-
-# The same formulas, faster; all else is the published command's.
-FAST = {"adam": "flat_adam", "label_smoothed_cross_entropy": "fused_label_smoothed_cross_entropy"}
 
 
 def test_wmt16_enro_is_the_published_command(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

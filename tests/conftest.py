@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,12 @@ import surface_fusion
 USER_DIR = Path(surface_fusion.__file__).parent
 
 RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def checkpoints_say_errors() -> None:
+    """The entry point filters that logger for the rest of its process, which here goes on with other tests."""
+    logging.getLogger("surface_fusion.checkpoints").filters.clear()
 
 
 @pytest.fixture(scope="session")

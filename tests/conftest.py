@@ -20,7 +20,7 @@ RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(autouse=True)
 def checkpoints_say_errors() -> None:
-    """The entry point filters that logger for the rest of its process, which here goes on with other tests."""
+    """The entry point filters that logger until its process ends; here other tests come after it."""
     logging.getLogger("surface_fusion.checkpoints").filters.clear()
 
 

@@ -23,7 +23,7 @@ def settle_command_line(args: Any) -> None:
     * ``flat_adam`` keeps its own fp32 weights: fairseq's memory-efficient wrapper adds no second copy.
 
     Raises:
-        SurfaceFusionError: ``--fp16`` without a GPU.
+        SurfaceFusionError: ``--fp16`` without a GPU, or flat_adam with what it cannot serve.
     """
     if not hasattr(args, "stop_min_lr") or hasattr(args, "_name"):
         return  # a model's configuration, not a command line
@@ -35,6 +35,12 @@ def settle_command_line(args: Any) -> None:
     if args.bf16 and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
     if args.optimizer == "flat_adam":
+        strange = "--use-bmuf" if args.use_bmuf else f"--ddp-backend {args.ddp_backend}"
+        if args.use_bmuf or args.ddp_backend in ("slowmo", "fully_sharded"):
+            raise SurfaceFusionError(
+                f"{strange} does not go with --optimizer flat_adam, which keeps parameters and gradients in "
+                "tensors of its own and averages them at each update; use --optimizer adam"
+            )
         args.memory_efficient_fp16 = args.fp16
         args.memory_efficient_bf16 = args.bf16
     on_cpu = args.cpu or not torch.cuda.is_available()

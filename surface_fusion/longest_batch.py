@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fairseq.optim import MemoryEfficientFP16Optimizer
 
 from surface_fusion.errors import SurfaceFusionError
 
@@ -44,8 +45,10 @@ def try_longest_batch(begin_epoch: Callable[..., Any], trainer: Any, epoch: int)
 def _try(trainer: Any, batch: Any) -> None:
     sample, _ = trainer._prepare_sample(batch)
     shape = " x ".join(str(n) for n in sample["net_input"]["prev_output_tokens"].shape)
+    # Two moments; under a memory-efficient wrapper float32 weights and gradients, too, are yet to be made.
+    copies = 4 if isinstance(trainer.optimizer, MemoryEfficientFP16Optimizer) else 2
     try:
-        adam = [torch.empty((2, p.numel()), device=p.device) for p in trainer.model.parameters()]
+        adam = [torch.empty((copies, p.numel()), device=p.device) for p in trainer.model.parameters()]
         trainer.task.train_step(
             sample, trainer.model, trainer.criterion, trainer.optimizer, trainer.get_num_updates(), True
         )

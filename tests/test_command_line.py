@@ -180,6 +180,15 @@ def test_the_flags_of_flat_adam() -> None:
     assert convert_namespace_to_omegaconf(parse("--optimizer", "flat_adam", "--sf-plain")).optimizer.sf_plain
 
 
+@pytest.mark.parametrize(
+    "flags", [("--use-bmuf",), ("--ddp-backend", "slowmo"), ("--ddp-backend", "fully_sharded")]
+)
+def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} does not go .* use --optimizer adam"):
+        parse("--optimizer", "flat_adam", *flags)
+    parse("--optimizer", "adam", *flags)
+
+
 # What is not a command line
 
 

@@ -16,32 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fairseq.modules import (
-    FairseqDropout,
-    LayerDropModuleList,
-    LayerNorm,
-    LearnedPositionalEmbedding,
-    MultiheadAttention,
-    SinusoidalPositionalEmbedding,
-)
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
-from torch import Tensor, nn
+from fairseq.modules import SinusoidalPositionalEmbedding
+from torch import Tensor
 
-from surface_fusion.attention import SurfaceAttention
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.decode_step import DecodeCache, FusedWeights, StepOut, position_table
+from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
-from surface_fusion.layerdrop import DepthKeepingLayerDrop
-from surface_fusion.layerwise import LayerwiseDecoderLayer
 
 logger = logging.getLogger(__name__)
-
-KNOWN_MODULES = {
-    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
-    *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
-    *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
-}
-"""What the step knows how to compute."""
 
 STATE = "fast_decoding"
 """Key of the state among the decoder's incremental states."""
@@ -50,32 +33,6 @@ SMALLEST = 32
 """Lengths on CUDA are powers of two from here on."""
 
 CACHES_KEPT = 8
-
-
-def why_not_fast(decoder: Any) -> str | None:
-    """Why *decoder* must decode by its modules, or None if it need not."""
-    if decoder.cfg.sf_plain:
-        return "--sf-plain"
-    if decoder.cfg.cross_self_attention:
-        return "--cross-self-attention"
-    if torch.is_autocast_enabled(next(decoder.parameters()).device.type):
-        return "autocast"
-    for name, module in decoder.named_modules():
-        if module is not decoder and type(module) not in KNOWN_MODULES:
-            return f"{name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"a hook on {name}"
-        if isinstance(module, FairseqDropout) and module.apply_during_inference:
-            return "--retain-dropout"
-        if isinstance(module, MultiheadAttention) and module.skip_embed_dim_check:
-            return f"{name} has pruned heads"
-        if isinstance(module, TransformerDecoderLayerBase):
-            if module.encoder_attn is None:
-                return "--no-cross-attention"
-            for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
-                if getattr(module, part, None) is not None:
-                    return f"{name} has {part}"
-    return None
 
 
 def round_up(n: int) -> int:

@@ -4,13 +4,31 @@ from typing import Any
 
 import torch
 from fairseq.distributed import FullyShardedDataParallel
+from fairseq.modules import (
+    FairseqDropout,
+    LayerDropModuleList,
+    LayerNorm,
+    LearnedPositionalEmbedding,
+    MultiheadAttention,
+    SinusoidalPositionalEmbedding,
+)
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import nn
 
+from surface_fusion.attention import SurfaceAttention
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.fast.attention import WIDEST_HEAD
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.layerwise import LayerwiseDecoderLayer
+
+DECODER_MODULES = {
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
+    *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
+    *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
+}
+"""What incremental decoding knows how to compute."""
 
 
 def unwrapped(model: Any) -> Any:
@@ -83,4 +101,30 @@ def why_not_packed(model: Any) -> str | None:
                 return f"a layer with {part}"
         if not hasattr(layer.self_attn.q_proj.weight, "flat_group"):  # copies lose it
             return "parameters that are copies"
+    return None
+
+
+def why_not_fast(decoder: Any) -> str | None:
+    """Why *decoder* must decode by its modules, or None if it need not."""
+    if decoder.cfg.sf_plain:
+        return "--sf-plain"
+    if decoder.cfg.cross_self_attention:
+        return "--cross-self-attention"
+    if torch.is_autocast_enabled(next(decoder.parameters()).device.type):
+        return "autocast"
+    for name, module in decoder.named_modules():
+        if module is not decoder and type(module) not in DECODER_MODULES:
+            return f"{name} is a {type(module).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"a hook on {name}"
+        if isinstance(module, FairseqDropout) and module.apply_during_inference:
+            return "--retain-dropout"
+        if isinstance(module, MultiheadAttention) and module.skip_embed_dim_check:
+            return f"{name} has pruned heads"
+        if isinstance(module, TransformerDecoderLayerBase):
+            if module.encoder_attn is None:
+                return "--no-cross-attention"
+            for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
+                if getattr(module, part, None) is not None:
+                    return f"{name} has {part}"
     return None

@@ -157,6 +157,19 @@ def test_trainings_in_two_processes(run: Callable[..., None], tmp_path: Path) ->
     assert len({r.run for r in rows}) == 1
 
 
+def test_curves_of_fast_and_plain_do_not_part_at_once(run: Callable[..., None], tmp_path: Path) -> None:
+    out = tmp_path / "curves.csv"
+    run("curves", "--quick", "--cpu", "-o", out)
+    rows = script("results").read_rows(out)
+    settings = [(r.contender, r.setting) for r in rows]
+    assert settings == [
+        ("plain", "size=tiny;order=reversed;updates=6"),
+        ("fast", "size=tiny;order=straight;updates=6"),
+        ("fast", "size=tiny;order=reversed;updates=6"),
+    ]
+    assert all(r.value < 1e-5 for r in rows)
+
+
 def test_all_tables_and_their_picture(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

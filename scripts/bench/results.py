@@ -121,7 +121,7 @@ class Run:
             self.rows.append(row)
             if self.out is not None:
                 append_rows(self.out, [row])
-        print(f"{table:8s}{contender:8s}{_rounded(value)} {unit:7s}{setting}  (n={n})", flush=True)
+        print(f"{table:8s}{contender:8s}{_rounded(value)} {unit:9s}{setting}  (n={n})", flush=True)
 
     def print_table(self) -> None:
         """One line for each setting: all contenders, and what each is relative to fairseq."""
@@ -153,7 +153,9 @@ def comparison(rows: Iterable[Row]) -> list[str]:
 
 
 def _rounded(value: float) -> str:
-    return f"{value:12,.0f}" if abs(value) >= 1000 else f"{value:12.2f}"
+    if abs(value) >= 1000:
+        return f"{value:12,.0f}"
+    return f"{value:12.2f}" if abs(value) >= 0.01 else f"{value:12.1e}"
 
 
 def add_common_flags(parser: argparse.ArgumentParser, name: str) -> None:

@@ -31,6 +31,11 @@ SECTIONS = ("encoder", "decoder", "quant_noise")
 FUSION_ONLY = ("sf_mode", "sf_gate", "sf_softmax_tau", "sf_renormalize", "sf_linear", "sf_idx")
 """Fields that mean something with ``--surfacefusion`` only."""
 
+PLAIN_HELP = (
+    "switch every fast path off: the plain modules, losses and updates that the fast ones are tested against"
+)
+"""Of ``--sf-plain``, a flag of model, criterion and optimizer alike."""
+
 # Published flags of models that this version cannot build: (attribute, value that asks for it).
 NOT_SUPPORTED_YET = (
     ("transparent_attention", True),
@@ -125,13 +130,7 @@ class SurfaceFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
     )
-    sf_plain: bool = field(
-        default=False,
-        metadata={
-            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones "
-            "are tested against"
-        },
-    )
+    sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
     def __post_init__(self) -> None:
         # fairseq's defaults of the nested sections are the classes: a change would be everybody's.

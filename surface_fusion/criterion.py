@@ -27,6 +27,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 from torch import Tensor
 
+from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import unwrapped, why_not_fused, why_not_packed
@@ -43,13 +44,7 @@ logger = logging.getLogger(__name__)
 class FusedLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
     """Flags of ``label_smoothed_cross_entropy``, and the one that turns all fast paths off."""
 
-    sf_plain: bool = field(
-        default=False,
-        metadata={
-            "help": "switch every fast path off: the plain modules, losses and updates that the fast ones "
-            "are tested against"
-        },
-    )
+    sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
 
 @register_criterion("fused_label_smoothed_cross_entropy", dataclass=FusedLabelSmoothedCrossEntropyConfig)

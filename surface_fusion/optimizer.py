@@ -19,6 +19,7 @@ from fairseq.optim import FairseqOptimizer, register_optimizer
 from omegaconf import II
 from torch import Tensor, nn
 
+from surface_fusion.config import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.flat import FlatParameters
 
@@ -30,7 +31,7 @@ class FlatAdamConfig(FairseqDataclass):
     adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "betas for Adam optimizer"})
     adam_eps: float = field(default=1e-8, metadata={"help": "epsilon for Adam optimizer"})
     weight_decay: float = field(default=0.0, metadata={"help": "weight decay"})
-    sf_plain: bool = field(default=False, metadata={"help": "switch every fast path off"})
+    sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
     lr: list[float] = field(default=II("optimization.lr"))
 
 

@@ -30,6 +30,9 @@ DECODER_MODULES = {
 }
 """What incremental decoding knows how to compute."""
 
+SCALES = ("attn_ln", "c_attn", "ffn_layernorm", "w_resid")
+"""What ``--scale-attn`` and its like add to a layer, which no fast path knows."""
+
 
 def unwrapped(model: Any) -> Any:
     """The model inside fairseq's distributed wrappers."""
@@ -96,7 +99,7 @@ def why_not_packed(model: Any) -> str | None:
     for layer in [*encoder.layers, *decoder.layers]:
         if type(layer) not in known:
             return f"a layer of type {type(layer).__name__}"
-        for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
+        for part in SCALES:
             if getattr(layer, part, None) is not None:
                 return f"a layer with {part}"
         if not hasattr(layer.self_attn.q_proj.weight, "flat_group"):  # copies lose it
@@ -124,7 +127,7 @@ def why_not_fast(decoder: Any) -> str | None:
         if isinstance(module, TransformerDecoderLayerBase):
             if module.encoder_attn is None:
                 return "--no-cross-attention"
-            for part in ("attn_ln", "c_attn", "ffn_layernorm", "w_resid"):
+            for part in SCALES:
                 if getattr(module, part, None) is not None:
                     return f"{name} has {part}"
     return None

@@ -116,6 +116,15 @@ class PackedTransformer:
         weights = self._of(layer.fc1.weight), self._of(layer.fc1.bias)
         return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
 
+    def _feed_forward(self, x: Tensor, residual: Tensor, stack: Any, i: int) -> tuple[Tensor, Tensor]:
+        """The last sublayer of layer *i*; its result as :meth:`_end_sublayer`'s."""
+        layer, last = stack.layers[i], i + 1 == len(stack.layers)
+        norm = layer.final_layer_norm
+        if layer.normalize_before:
+            norm = stack.layer_norm if last else stack.layers[i + 1].self_attn_layer_norm
+        x = self._hidden(x, layer, layer.activation_dropout_module)
+        return self._end_sublayer(x, layer.fc2, residual, norm, layer)
+
     def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
         attention = layer.self_attn
         qkv = self._linears(x, self_projections(layer)).view(len(x), 3, attention.num_heads, -1)
@@ -166,10 +175,7 @@ class PackedTransformer:
             x = self._self_attention(x, layer, rows, causal=False)
             norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
             residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
-            x = self._hidden(x, layer, layer.activation_dropout_module)
-            after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
-            norm = after if before else layer.final_layer_norm
-            residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
+            residual, x = self._feed_forward(x, residual, stack, i)
             memories[i] = residual
         memories[len(layers) - 1] = memories[-1] = x
         return Encoded(memories, surface)
@@ -222,10 +228,7 @@ class PackedTransformer:
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
             residual, x = self._end_sublayer(x, attention.out_proj, residual, norm, layer)
 
-            x = self._hidden(x, layer, layer.activation_dropout_module)
-            after = layers[i + 1].self_attn_layer_norm if i + 1 < len(layers) else stack.layer_norm
-            norm = after if before else layer.final_layer_norm
-            residual, x = self._end_sublayer(x, layer.fc2, residual, norm, layer)
+            residual, x = self._feed_forward(x, residual, stack, i)
             states.append(residual)
         if stack.project_out_dim is not None:
             x = self._linear(x, stack.project_out_dim)

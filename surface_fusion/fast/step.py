@@ -94,7 +94,7 @@ class PackedStep:
             torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
             self.packed.flat.local_only = True
 
-        return LinearCrossEntropy(*(x.detach() if isinstance(x, Tensor) else x for x in losses)), backward
+        return LinearCrossEntropy(*(x.detach() for x in losses)), backward
 
 
 class _WithBackward(torch.autograd.Function):
@@ -179,7 +179,7 @@ class Recording:
         """As :meth:`PackedStep.forward`."""
         self.load(sample)
         self._forward_graph.replay()
-        losses = LinearCrossEntropy(*(x.clone() if isinstance(x, Tensor) else x for x in self._losses))
+        losses = LinearCrossEntropy(*(x.clone() for x in self._losses))
         return losses, self._backward
 
     def _backward(self, scale: Tensor) -> None:

@@ -30,7 +30,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
-from surface_fusion.quick_trainer import read_settings_once, set_seed
+from surface_fusion.quick_trainer import build_quickly, set_seed
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.resume import with_advice_on_resets, with_first_epochs_batches
 
@@ -296,5 +296,5 @@ def apply() -> None:
     _wrap(Trainer, "load_checkpoint", with_advice_on_resets)
     _wrap(Trainer, "get_train_iterator", remember_batches)
     _wrap(Trainer, "begin_epoch", try_longest_batch)
-    _wrap(Trainer, "__init__", read_settings_once)
+    _wrap(Trainer, "__init__", build_quickly)
     _wrap(Trainer, "_set_seed", set_seed)

@@ -35,7 +35,7 @@ from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.step import PackedStep
-from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.fast.triton_installed import INSTALLED
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +65,23 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         self._ways: WeakKeyDictionary[Any, str | PackedStep] = WeakKeyDictionary()
         self._compilation: Compilation | None = None
 
-    def prepare(self, model: Any, optimizer: str | None) -> None:
+    def prepare(self, model: Any, cfg: Any) -> None:
         """Begin to compile what training *model* is going to need on a GPU; fairseq has more to do before.
 
         Args:
-            optimizer: its name among fairseq's.
+            model: before fairseq moves it.
+            cfg: fairseq's whole configuration.
         """
-        if self.sf_plain or optimizer != "flat_adam" or why_not_fused(model) is not None:
+        common = cfg.common
+        if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
             return
-        weight = unwrapped(model).decoder.output_projection.weight
-        if weight.is_cuda and use_kernels(weight):
-            self._compilation = Compilation(unwrapped(model), self.eps)
+        if self.sf_plain or why_not_fused(model) is not None:
+            return
+        if not torch.cuda.is_available() or not INSTALLED:
+            return
+        dtype = torch.float16 if common.fp16 else torch.bfloat16 if common.bf16 else torch.float32
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._compilation = Compilation(unwrapped(model), self.eps, dtype, device)
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True

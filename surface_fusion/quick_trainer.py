@@ -30,18 +30,20 @@ class ReadOnceConfig(DictConfig):
         super().__setitem__(key, value)
 
 
-def read_settings_once(init: Callable[..., None], trainer: Any, cfg: Any, *args: Any, **kwargs: Any) -> None:
+def build_quickly(
+    init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, criterion: Any, *args: Any
+) -> None:
     """fairseq's ``Trainer.__init__``; from then on its configuration answers quickly.
 
-    A criterion that has something to prepare for the model may begin.
+    A criterion that has something to prepare for the model begins before.
     """
-    init(trainer, cfg, *args, **kwargs)
+    if hasattr(criterion, "prepare"):
+        criterion.prepare(model, cfg)
+    init(trainer, cfg, task, model, criterion, *args)
     given = [name for name in trainer.cfg if not OmegaConf.is_missing(trainer.cfg, name)]
     for section in (trainer.cfg, *(trainer.cfg[name] for name in given)):
         if type(section) is DictConfig:
             object.__setattr__(section, "__class__", ReadOnceConfig)
-    if hasattr(trainer.get_criterion(), "prepare"):
-        trainer.get_criterion().prepare(trainer.get_model(), getattr(trainer.cfg.optimizer, "_name", None))
 
 
 def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:

@@ -10,7 +10,7 @@ from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
 from surface_fusion import quick_trainer
-from surface_fusion.quick_trainer import ReadOnceConfig, read_settings_once
+from surface_fusion.quick_trainer import ReadOnceConfig, build_quickly
 
 
 class Trainer:
@@ -19,15 +19,8 @@ class Trainer:
     tpu = cuda = False
     updates = 3
 
-    def __init__(self, cfg: DictConfig, criterion: object = None) -> None:
+    def __init__(self, cfg: DictConfig, task: object, model: str, criterion: object) -> None:
         self.cfg = cfg
-        self.criterion = criterion
-
-    def get_criterion(self) -> object:
-        return self.criterion
-
-    def get_model(self) -> str:
-        return "model"
 
     def get_num_updates(self) -> int:
         return self.updates
@@ -40,7 +33,7 @@ def cfg() -> DictConfig:
 
 def built(cfg: DictConfig, criterion: object = None) -> Any:
     trainer = Trainer.__new__(Trainer)
-    read_settings_once(Trainer.__init__, trainer, cfg, criterion)
+    build_quickly(Trainer.__init__, trainer, cfg, None, "model", criterion)
     return trainer
 
 
@@ -72,12 +65,9 @@ def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
 
 def test_a_criterion_may_prepare(cfg: DictConfig) -> None:
     asked = []
-    cfg.optimizer = OmegaConf.create({"_name": "flat_adam"})
-    built(cfg, Namespace(prepare=lambda *args: asked.append(args)))
-    cfg.optimizer = None
     built(cfg, Namespace(prepare=lambda *args: asked.append(args)))
     built(cfg, Namespace())
-    assert asked == [("model", "flat_adam"), ("model", None)]
+    assert asked == [("model", cfg)]
 
 
 def test_the_seed_is_fairseqs(cfg: DictConfig) -> None:

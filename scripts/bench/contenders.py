@@ -2,10 +2,15 @@
 
 import logging
 import os
+import queue
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 import surface_fusion
 
@@ -90,8 +95,44 @@ def binarise_sample(folder: Path) -> Path:
     return folder
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a training: this package can be imported there, too."""
+def child_environment(device: int | None = None, triton_cache: Path | None = None) -> dict[str, str]:
+    """The environment of a child process: this package can be imported there, too.
+
+    Args:
+        device: the only GPU that it sees.
+        triton_cache: where compiled kernels are kept; empty at first, so that a cold start is cold.
+    """
     package = str(Path(surface_fusion.__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}
+    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+    if triton_cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(triton_cache)
+    return environment
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def on_gpus(
+    work: Callable[[Item, int | None], Result], items: Iterable[Item], *, side_by_side: bool
+) -> Iterator[Result]:
+    """``work(item, device)`` for each item, in their order: in turn (device None), or each on a free GPU."""
+    if not side_by_side:
+        yield from (work(item, None) for item in items)
+        return
+    free = queue.SimpleQueue[int]()
+    for device in range(torch.cuda.device_count()):
+        free.put(device)
+
+    def on_free_gpu(item: Item) -> Result:
+        device = free.get()
+        try:
+            return work(item, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(torch.cuda.device_count()) as pool:
+        yield from pool.map(on_free_gpu, items)

@@ -8,7 +8,7 @@ Contenders, each in a process of its own (with ``--quick`` in one): fairseq's pl
 decoded by the modules (``sf_plain``); the same checkpoint decoded fast. The clock runs over fairseq's own
 loop, the search included.
 
-* ``batch=1``: the first 100 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
+* ``batch=1``: the first 30 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
 
 Models differ in the length of their translations: look at ``tok/s`` (of the best hypotheses) to compare with
@@ -24,13 +24,15 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from contenders import SIZES, child_environment, data_folder, training_flags
+from contenders import SIZES, child_environment, data_folder, on_gpus, training_flags
 from results import Run, add_common_flags, settle_common_flags
 from timed_generation import Decoded, Spec
 from train import timed_training
 
 
-def train_model(contender: str, data: Path, folder: Path, args: argparse.Namespace) -> Path:
+def train_model(
+    contender: str, data: Path, folder: Path, args: argparse.Namespace, device: int | None
+) -> Path:
     """A checkpoint of a short training in *folder*; the learning rate rises faster than in a long one."""
     flags = training_flags(
         *(contender, data),
@@ -42,22 +44,27 @@ def train_model(contender: str, data: Path, folder: Path, args: argparse.Namespa
     )
     flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
     flags += ["--no-epoch-checkpoints", "--save-dir", str(folder / contender)]
-    timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates)
+    timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates, device=device)
     return folder / contender / "checkpoint_last.pt"
 
 
-def timed_generation(specs: list[Spec], folder: Path) -> list[list[Decoded]]:
-    """Run ``timed_generation.py``: *specs* in turn, in one process.
+def timed_generation(specs: list[Spec], folder: Path, device: int | None = None) -> list[list[Decoded]]:
+    """Run ``timed_generation.py``: *specs* in turn, in one process; on GPU number *device*, if given.
 
     Raises:
         SystemExit: it failed; with the end of its output.
     """
+    folder = Path(tempfile.mkdtemp(dir=folder))
     spec_file, out = folder / "specs.json", folder / "decoded.json"
     spec_file.write_text(json.dumps([asdict(spec) for spec in specs]), encoding="utf-8")
     script = str(Path(__file__).with_name("timed_generation.py"))
     command = [sys.executable, script, str(spec_file), str(out)]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=child_environment()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=child_environment(device, triton_cache=folder / "triton"),
     )
     if done.returncode:
         raise SystemExit(f"decoding ended with status {done.returncode}:\n{done.stdout[-4000:]}")
@@ -82,6 +89,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, help="of the models trained; default: base, the README's")
     parser.add_argument("--batch", type=int, nargs="+", metavar="N", help="sentences; default: 1 128")
     parser.add_argument("--first", type=int, metavar="N", help="sentences decoded in batches of 1")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="several processes at once, each on a GPU of its own"
+    )
     parser.add_argument("--repeat", type=int, metavar="N", help="timed passes after the first; default: 3")
     add_common_flags(parser, "decode")
     args = parser.parse_args()
@@ -92,6 +102,8 @@ def main() -> None:
     if "bf16" in args.dtype:
         parser.error("fairseq-generate knows fp16 and fp32 only")
     args.size = args.size or ("tiny" if args.quick else "base")
+    if args.side_by_side and args.cpu:
+        parser.error("--side-by-side is for a machine with several GPUs")
     args.train_updates = args.train_updates or (8 if args.quick else 600)
 
     run = Run("decode", args.out, args.cpu)
@@ -101,37 +113,47 @@ def main() -> None:
     ):
         folder = Path(temporary)
         paths = {"fast": args.path, "fairseq": args.fairseq_path}
-        for trained in ("fairseq", "fast"):
-            wanted = trained in args.contender or (trained == "fast" and "plain" in args.contender)
-            if wanted and paths[trained] is None:
-                paths[trained] = train_model(trained, data, folder, args)
-        specs = [
-            Spec(
+        names = {"fairseq" if contender == "fairseq" else "fast" for contender in args.contender}
+        missing = sorted(name for name in names if paths[name] is None)
+        trained = on_gpus(
+            lambda name, device: train_model(name, data, folder, args, device),
+            missing,
+            side_by_side=args.side_by_side,
+        )
+        paths |= dict(zip(missing, trained, strict=True))
+        specs = {
+            (contender, dtype): Spec(
                 data=str(data),
                 checkpoint=str(paths["fairseq" if contender == "fairseq" else "fast"]),
                 overrides={"sf_plain": True} if contender == "plain" else {},
-                dtypes=args.dtype,
+                dtype=dtype,
                 batch_sizes=args.batch or [1, 128],
                 max_len=8 if args.quick else 200,
-                first=args.first or (5 if args.quick else 100),
+                first=args.first or (5 if args.quick else 30),
                 passes=1 + (args.repeat or (1 if args.quick else 3)),
                 cpu=args.cpu,
             )
+            for dtype in args.dtype
             for contender in args.contender
-        ]
+        }
         best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
-        # A process for each, so that none is warmed up by another; in one it is quicker.
-        groups = [specs] if args.quick else [[spec] for spec in specs]
-        results = (several for group in groups for several in timed_generation(group, folder))
-        pairs = zip(args.contender, results, strict=True)
-        for contender, done in ((name, done) for name, several in pairs for done in several):
-            best.setdefault((done.dtype, done.batch_size), {})[contender] = done.best
-            setting = {"batch": done.batch_size, "beam": 4, "dtype": done.dtype, "mode": "hard"}
-            print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
-            for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
-                median, n = statistics.median(seconds), len(seconds)
-                for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
-                    run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
+        if args.quick:  # in one process it is quicker; otherwise none is to be warmed up by another
+            results = iter(timed_generation([*specs.values()], folder))
+        else:
+            results = on_gpus(
+                lambda spec, device: timed_generation([spec], folder, device)[0],
+                specs.values(),
+                side_by_side=args.side_by_side,
+            )
+        for (contender, dtype), several in zip(specs, results, strict=True):
+            for done in several:
+                best.setdefault((dtype, done.batch_size), {})[contender] = done.best
+                setting = {"batch": done.batch_size, "beam": 4, "dtype": dtype, "mode": "hard"}
+                print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
+                for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
+                    median, n = statistics.median(seconds), len(seconds)
+                    for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
+                        run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
     run.print_table()
     failed = False
     for (dtype, batch_size), found in best.items():

@@ -2,8 +2,7 @@
 
     python timed_generation.py SPECS.json OUT.json
 
-SPECS.json: a list of :class:`Spec`. OUT.json: for each a list of :class:`Decoded`, one for each precision and
-batch size.
+SPECS.json: a list of :class:`Spec`. OUT.json: for each a list of :class:`Decoded`, one for each batch size.
 The clock runs over what fairseq's own counts, moving a batch to the GPU added: ``task.inference_step`` on
 batches that are collated already.
 """
@@ -31,7 +30,7 @@ class Spec:
     checkpoint: str
     overrides: dict[str, Any]
     """As ``--model-overrides``."""
-    dtypes: list[str]
+    dtype: str
     batch_sizes: list[int]
     max_len: int
     """As ``--max-len-b``."""
@@ -43,9 +42,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One precision and batch size."""
+    """One batch size."""
 
-    dtype: str
     batch_size: int
     seconds: list[float]
     """Of each pass."""
@@ -58,28 +56,27 @@ class Decoded:
 
 def decode(spec: Spec) -> list[Decoded]:
     """Do it."""
+    flags = [spec.data, "--path", spec.checkpoint, "--beam", "4", "--lenpen", "1.0", "--num-workers", "0"]
+    flags += ["--model-overrides", repr(spec.overrides), "--max-len-b", str(spec.max_len)]
+    flags += ["--fp16"] if spec.dtype == "fp16" else []
+    parser = options.get_generation_parser()
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))
+    task = tasks.setup_task(cfg.task)
+    models, saved = checkpoint_utils.load_model_ensemble(
+        [spec.checkpoint], arg_overrides=spec.overrides, task=task
+    )
+    task.load_dataset("test", task_cfg=saved.task)
+    for model in models:
+        if spec.dtype == "fp16":
+            model.half()
+        if not spec.cpu:
+            model.cuda()
+        model.prepare_for_inference_(cfg)
+    generator = task.build_generator(models, cfg.generation)
     done = []
-    for dtype in spec.dtypes:
-        flags = [spec.data, "--path", spec.checkpoint, "--beam", "4", "--lenpen", "1.0", "--num-workers", "0"]
-        flags += ["--model-overrides", repr(spec.overrides), "--max-len-b", str(spec.max_len)]
-        flags += ["--fp16"] if dtype == "fp16" else []
-        parser = options.get_generation_parser()
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))
-        task = tasks.setup_task(cfg.task)
-        models, saved = checkpoint_utils.load_model_ensemble(
-            [spec.checkpoint], arg_overrides=spec.overrides, task=task
-        )
-        task.load_dataset("test", task_cfg=saved.task)
-        for model in models:
-            if dtype == "fp16":
-                model.half()
-            if not spec.cpu:
-                model.cuda()
-            model.prepare_for_inference_(cfg)
-        generator = task.build_generator(models, cfg.generation)
-        for batch_size in spec.batch_sizes:
-            batches = collated(task, cfg, models, batch_size, spec.first if batch_size == 1 else None)
-            done.append(timed(spec, dtype, batch_size, task, generator, models, batches))
+    for batch_size in spec.batch_sizes:
+        batches = collated(task, cfg, models, batch_size, spec.first if batch_size == 1 else None)
+        done.append(timed(spec, batch_size, task, generator, models, batches))
     return done
 
 
@@ -99,7 +96,7 @@ def collated(task: Any, cfg: Any, models: list[Any], batch_size: int, first: int
 
 
 def timed(
-    spec: Spec, dtype: str, batch_size: int, task: Any, generator: Any, models: list[Any], batches: list[Any]
+    spec: Spec, batch_size: int, task: Any, generator: Any, models: list[Any], batches: list[Any]
 ) -> Decoded:
     """Decode *batches* ``spec.passes`` times.
 
@@ -120,12 +117,12 @@ def timed(
             for ids, several in found
             for i, hypotheses in zip(ids, several, strict=True)
         }
-        if kept is not None and kept != best and dtype == "fp32":
+        if kept is not None and kept != best and spec.dtype == "fp32":
             raise SystemExit(f"{spec.checkpoint}: two passes over the test set differ in fp32")
         kept = best
     assert kept is not None
     tokens = sum(map(len, kept.values()))
-    return Decoded(dtype, batch_size, seconds, len(kept), tokens, [kept[i] for i in sorted(kept)])
+    return Decoded(batch_size, seconds, len(kept), tokens, [kept[i] for i in sorted(kept)])
 
 
 def now(cpu: bool) -> float:

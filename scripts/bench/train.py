@@ -20,20 +20,18 @@ same Transformer without fusion) in a process of its own. Target tokens a second
 import argparse
 import json
 import math
-import queue
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import SIZES, child_environment, data_folder, training_flags
+from contenders import SIZES, child_environment, data_folder, on_gpus, training_flags
 from results import Run, add_common_flags, settle_common_flags
 
 UNBOUNDED = 1_000_000
@@ -73,9 +71,7 @@ def timed_training(
             limits = [str(outs[rank]), str(cold), str(steady), str(most)]
             command = [sys.executable, script, *limits, *flags, *together, *own]
             with open(logs[rank], "w") as log:
-                environment = child_environment()
-                if device is not None:
-                    environment["CUDA_VISIBLE_DEVICES"] = str(device)
+                environment = child_environment(device, triton_cache=Path(folder, "triton"))
                 processes.append(
                     subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
                 )
@@ -180,11 +176,9 @@ def main() -> None:
 
     run = Run("train", args.out, args.cpu)
     with data_folder(args.data, args.quick) as data:
-        free = queue.SimpleQueue[int]()
-        for device in range(torch.cuda.device_count()):
-            free.put(device)
 
-        def measure(gpus: int, max_tokens: int, dtype: str, contender: str) -> None:
+        def measure(trained: tuple[int, int, str, str], device: int | None) -> None:
+            gpus, max_tokens, dtype, contender = trained
             flags = training_flags(
                 *(contender, data),
                 size=size,
@@ -194,12 +188,7 @@ def main() -> None:
                 cpu=args.cpu,
             )
             limits = {"cold": cold, "steady": window * windows, "most": args.updates}
-            device = free.get() if args.side_by_side else None
-            try:
-                records = timed_training([*flags, "--no-save"], gpus=gpus, device=device, **limits)
-            finally:
-                if device is not None:
-                    free.put(device)
+            records = timed_training([*flags, "--no-save"], gpus=gpus, device=device, **limits)
             setting = {"max_tokens": max_tokens, "dtype": dtype, "mode": "hard", "gpus": gpus}
             setting |= {"size": size} if size != "base" else {}
             peak = max(record["peak_gib"] for record in records)
@@ -215,9 +204,7 @@ def main() -> None:
                     print(f"{contender}: the steady state did not begin within {args.updates} updates")
 
         settings = product(args.gpus, batches, args.dtype, args.contender)
-        with ThreadPoolExecutor(torch.cuda.device_count() if args.side_by_side else 1) as pool:
-            for _ in pool.map(lambda setting: measure(*setting), settings):
-                pass
+        list(on_gpus(measure, settings, side_by_side=args.side_by_side))
     run.print_table()
 
 

@@ -1,42 +1,53 @@
-"""Compile the kernels of a training step side by side, before the first step needs one after another.
+"""Compile the kernels of a training step side by side, while fairseq prepares for the training.
 
-A kernel takes Triton about a second, and a step has a dozen.
+A kernel takes Triton most of a second, and a step has a dozen. Nearly all of it holds Python's global lock,
+so each is compiled in a child process of its own, forked as torch's data loader forks its workers. They
+leave the result in Triton's cache on disk, where this process finds it.
 """
 
 import logging
+import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy
+from surface_fusion.fast.linear_cross_entropy import row_stride
 from surface_fusion.fast.packed import PackedRows
 from surface_fusion.fast.triton_installed import INTERPRETED
 
 logger = logging.getLogger(__name__)
 
 ROWS = 64
+PATIENCE = 60.0
+"""Seconds after which a child is given up."""
+
+Job = Callable[[], Any]
 
 
-def compile_ahead(model: Any, smoothing: float) -> None:
-    """Call each kernel that a step of *model* needs, on a few rows, in a thread each."""
+def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> list[Job]:
+    """Calls of each kernel that a step of *model* needs, on a few rows of *dtype* on *device*.
+
+    Where the model's own parameters are does not matter.
+    """
     from surface_fusion.fast.attention_kernels import attention_backward, attention_forward
     from surface_fusion.fast.elementwise_kernels import add_norm_backward, add_norm_forward, relu_backward
+    from surface_fusion.fast.softmax_kernels import softmax_rows_
 
     encoder, decoder, cfg = model.encoder, model.decoder, model.decoder.cfg
-    data = decoder.output_projection.weight.detach()
     paired = cfg.surfacefusion is not None and decoder.paired
-    zeros = partial(torch.zeros, dtype=data.dtype, device=data.device)
-    float32 = partial(torch.zeros, dtype=torch.float32, device=data.device)
-    integers = partial(torch.zeros, dtype=torch.int64, device=data.device)
-    seed = torch.zeros(4, dtype=torch.int32, device=data.device)[0]
-    starts = torch.tensor([0, ROWS], device=data.device)
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    float32 = partial(torch.zeros, dtype=torch.float32, device=device)
+    integers = partial(torch.zeros, dtype=torch.int64, device=device)
+    seed = torch.zeros(4, dtype=torch.int32, device=device)[0]
+    starts = torch.tensor([0, ROWS], device=device)
     rows = PackedRows(integers(ROWS), integers(ROWS), integers(ROWS), starts)
-    jobs: list[Callable[[], Any]] = []
+    jobs: list[Job] = []
 
     attentions = [encoder.layers[0].self_attn, decoder.layers[0].self_attn, decoder.layers[0].encoder_attn]
     if hasattr(decoder, "sf_attn"):
@@ -61,39 +72,101 @@ def compile_ahead(model: Any, smoothing: float) -> None:
         jobs.append(partial(add_norm_backward, x, stream, normed, rate, seed))
         jobs.append(partial(relu_backward, zeros(ROWS, hidden), zeros(ROWS, hidden), 1.0))
 
-    def loss() -> Tensor:
-        weight = torch.empty_like(data).requires_grad_()
-        features = zeros(ROWS, 2, data.shape[1]) if paired else zeros(ROWS, data.shape[1])
-        gate: Tensor | float | None = 0.5 if paired else None
-        if paired and cfg.learned_gate:
-            gate = float32(ROWS)
-        with torch.enable_grad():
-            return linear_cross_entropy(
-                features, weight, integers(ROWS), float32(ROWS), smoothing=smoothing, gate=gate
-            ).loss
+    vocab = decoder.output_projection.out_features
+    branches = 2 if paired else 1
+    logits = zeros(ROWS * branches, row_stride(vocab))[:, :vocab].unflatten(0, (ROWS, branches))
+    gate = None
+    if paired:
+        gate = float32(ROWS) if cfg.learned_gate else float32(1).expand(ROWS)
+    numbers = float32(ROWS), gate, float32(1)[0], smoothing, float32(4, ROWS)
+    jobs.append(partial(softmax_rows_, logits, integers(ROWS), *numbers, True))
+    return jobs
 
-    def run(job: Callable[[], Any]) -> None:
-        with torch.cuda.device(data.device), torch.no_grad():
-            job()
 
-    # Triton's interpreter, for tests, knows one thread only.
-    with ThreadPoolExecutor(1 if INTERPRETED else len(jobs) + 1) as pool:
-        list(pool.map(run, [loss, *jobs]))
+def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
+    """Let children compile what *jobs*, on tensors of the CPU, call; *target* is Triton's name of a GPU."""
+    context = multiprocessing.get_context("fork")
+    children: list[BaseProcess] = []
+    for job in jobs:
+        child = context.Process(target=_compile_only, args=(job, target), daemon=True)
+        child.start()
+        children.append(child)
+    return children
+
+
+def _compile_only(job: Job, target: Any) -> None:
+    """In a child: no GPU may be touched here, so all launches become compilations."""
+    from triton.runtime import JITFunction, driver
+
+    run = JITFunction.run
+    driver.set_active(_Elsewhere(target))
+    JITFunction.run = lambda *args, **kwargs: run(*args, **{**kwargs, "warmup": True})
+    torch.set_num_threads(1)
+    try:
+        job()
+    except Exception as error:  # the parent meets it again, and says more
+        logger.debug(f"compiling in a child failed: {error}")
+
+
+class _Elsewhere:
+    """What Triton asks of a GPU when it only compiles."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 class Compilation:
-    """:func:`compile_ahead` while the process does something else.
+    """Compiling all kernels of a training step while this process does something else.
 
     A failure is logged: whoever needs the kernel will meet it again.
+
+    Args:
+        model: wherever it is.
+        smoothing: label smoothing epsilon.
+        dtype, device: of the training.
     """
 
-    def __init__(self, model: Any, smoothing: float) -> None:
-        self._thread = threading.Thread(target=self._compile, args=(model, smoothing), daemon=True)
+    def __init__(self, model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> None:
+        self._children: list[BaseProcess] = []
+        what = model, smoothing, dtype
+        if device.type == "cuda":
+            from triton.backends.compiler import GPUTarget
+
+            major, minor = torch.cuda.get_device_capability(device)
+            try:
+                jobs = kernel_calls(*what, torch.device("cpu"))
+                self._children = fork(jobs, GPUTarget("cuda", 10 * major + minor, 32))
+            except Exception as error:  # where a process may have no children
+                logger.debug(f"kernels are compiled one after another: {error}")
+        self._thread = threading.Thread(target=self._finish, args=(*what, device), daemon=True)
         self._thread.start()
 
-    def _compile(self, model: Any, smoothing: float) -> None:
+    def _finish(self, model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> None:
+        """Load into this process what the children left, and compile what they did not."""
+        give_up = time.monotonic() + PATIENCE
+        for child in self._children:
+            child.join(max(0.0, give_up - time.monotonic()))
+            if child.is_alive():
+                child.kill()
+
+        def run(job: Job) -> None:
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                job()
+
         try:
-            compile_ahead(model, smoothing)
+            jobs = kernel_calls(model, smoothing, dtype, device)
+            # Triton's interpreter, for tests, knows one thread only.
+            with ThreadPoolExecutor(1 if INTERPRETED else len(jobs)) as pool:
+                list(pool.map(run, jobs))
         except Exception as error:  # Triton's are of any kind
             logger.warning(f"compiling kernels ahead failed: {error}")
 

@@ -205,6 +205,11 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
+def row_stride(vocab: int) -> int:
+    """Rows of logits start at multiples of 64 elements whatever the vocabulary: whole vectors."""
+    return -(-vocab // 64) * 64
+
+
 def _default_chunk_rows(row_bytes: int, device_type: str) -> int:
     rows = max(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // row_bytes, LEAST_CHUNK_ROWS)
     return 1 << (rows.bit_length() - 1)
@@ -244,8 +249,7 @@ class _Chunked(torch.autograd.Function):
         d_x = torch.empty_like(x, dtype=exact) if needs_x else None
         d_matrix = torch.empty_like(matrix, dtype=exact) if needs_matrix else None
         sums = torch.empty(4, tokens, dtype=exact, device=device)
-        # Rows start at multiples of 64 elements whatever the vocabulary: whole vectors for GEMM and kernel.
-        stride = -(-vocab // 64) * 64
+        stride = row_stride(vocab)
         chunk_rows = chunk_rows or _default_chunk_rows(stride * dtype.itemsize, device.type)
         step = min(max(chunk_rows // branches, 1), tokens)
         buffer = torch.empty(step * branches, stride, dtype=dtype, device=device)

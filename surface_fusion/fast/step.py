@@ -142,7 +142,11 @@ class Recording:
     def rehearse(self) -> None:
         """Run once without recording: kernels are compiled and libraries loaded; gradients get zero added."""
         device = self.scale.device
-        (self._step.compilation or Compilation(self._step.packed, self._step.smoothing)).wait()
+        data = self._step.packed.flat.data
+        compilation = self._step.compilation or Compilation(
+            self._step.packed, self._step.smoothing, data.dtype, data.device
+        )
+        compilation.wait()
         self.scale.zero_()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.random.fork_rng([device]):

@@ -1,7 +1,8 @@
 """Every kernel that a step needs is called before, and a failure stops nothing."""
 
-import contextlib
 import logging
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_th
 from tiny import shaken
 
 from surface_fusion.fast import compile_ahead as module
-from surface_fusion.fast.compile_ahead import Compilation, compile_ahead
+from surface_fusion.fast.compile_ahead import Compilation, fork, kernel_calls
+from surface_fusion.fast.triton_installed import INSTALLED
 
 MODELS = {
     "hard": ("--surfacefusion", "att", "--sf-gate", "0.8", "--dropout", "0.1"),
@@ -33,9 +35,8 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surface_fusion.fast import attention_kernels, elementwise_kernels
+    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
 
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     called = set()
 
     def noted(function):
@@ -51,15 +52,48 @@ def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     more = ("add_norm_forward", "add_norm_backward", "relu_backward")
     for name_ in more:
         monkeypatch.setattr(elementwise_kernels, name_, noted(getattr(elementwise_kernels, name_)))
-    compile_ahead(shaken(*MODELS[name]), 0.1)
-    assert called == {*names, *more}
+    monkeypatch.setattr(softmax_kernels, "softmax_rows_", noted(softmax_kernels.softmax_rows_))
+    for job in kernel_calls(shaken(*MODELS[name]), 0.1, torch.float32, torch.device("cpu")):
+        job()
+    assert called == {*names, *more, "softmax_rows_"}
 
 
 def test_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*args: object) -> None:
         raise ValueError("no compiler")
 
-    monkeypatch.setattr(module, "compile_ahead", fail)
+    monkeypatch.setattr(module, "kernel_calls", fail)
     with caplog.at_level(logging.WARNING):
-        Compilation(None, 0.1).wait()
+        Compilation(None, 0.1, torch.float32, torch.device("cpu")).wait()
     assert "no compiler" in caplog.text
+
+
+@pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton's compiler")
+def test_children_compile_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from surface_fusion.fast.elementwise_kernels import relu_backward
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    jobs = [partial(relu_backward, x, x, 1.0), partial(int, "no number")]
+    for child in fork(jobs, GPUTarget("cuda", 90, 32)):
+        child.join()
+        assert child.exitcode == 0
+    assert [path.name for path in tmp_path.glob("*/*.cubin")] == ["_relu_backward_kernel.cubin"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_children_compile_what_this_process_needs(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    model, device = shaken(*MODELS[name]), torch.device("cuda", 0)
+    compilation = Compilation(model, 0.1, torch.float16, device)
+    for child in compilation._children:
+        child.join()
+    compiled = {*tmp_path.glob("*/*.cubin")}
+    assert len(compiled) >= 7
+    compilation.wait()
+    assert {*tmp_path.glob("*/*.cubin")} == compiled

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fairseq import search, tasks
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.utils import move_to_cuda
 from tiny import SHARED, batch, beam_orders, loss, pad_rows, parse, shaken
 from torch import Tensor
 
@@ -435,8 +436,7 @@ def test_graphs_give_the_same_translations(flags: tuple[str, ...]) -> None:
     model = shaken(*flags).cuda()
     plain = plain_twin(model)
     for beam, lengths in ((4, (5, 7, 3, 4, 6)), (1, (5,)), (4, (9, 40))) * 2:
-        sample = batch(lengths, (4,) * len(lengths))
-        sample["net_input"] = {k: v.cuda() for k, v in sample["net_input"].items()}
+        sample = move_to_cuda(batch(lengths, (4,) * len(lengths)))
         arguments = {"max_len_b": 45, "min_len": 35}
         assert_same_translations(
             translate([model], sample, beam, **arguments), translate([plain], sample, beam, **arguments)

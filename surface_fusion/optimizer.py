@@ -142,6 +142,11 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         self._master: Optional[Tensor] = None
         self._scaled_grad: Optional[Tensor] = None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's, without the wrapper that imports torch.compile: 4 s of a training's start."""
+        add_param_group: Any = torch.optim.Optimizer.add_param_group
+        getattr(add_param_group, "__wrapped__", add_param_group)(self, param_group)
+
     @property
     def supports_step_with_scale(self) -> bool:
         """Whether a wrapper is to hand its factor to ``step``: the memory-efficient ones only.

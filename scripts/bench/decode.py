@@ -128,7 +128,7 @@ def main() -> None:
                 overrides={"sf_plain": True} if contender == "plain" else {},
                 dtype=dtype,
                 batch_sizes=args.batch or [1, 128],
-                max_len=8 if args.quick else 200,
+                max_len=8 if args.quick else 10,
                 first=args.first or (5 if args.quick else 30),
                 passes=1 + (args.repeat or (1 if args.quick else 3)),
                 cpu=args.cpu,

@@ -33,7 +33,7 @@ class Spec:
     dtype: str
     batch_sizes: list[int]
     max_len: int
-    """As ``--max-len-b``."""
+    """As ``--max-len-b``, beside 1.2 times the source."""
     first: int
     """Sentences of the test set that are decoded one by one, where the batch size is 1."""
     passes: int
@@ -57,7 +57,8 @@ class Decoded:
 def decode(spec: Spec) -> list[Decoded]:
     """Do it."""
     flags = [spec.data, "--path", spec.checkpoint, "--beam", "4", "--lenpen", "1.0", "--num-workers", "0"]
-    flags += ["--model-overrides", repr(spec.overrides), "--max-len-b", str(spec.max_len)]
+    flags += ["--model-overrides", repr(spec.overrides), "--max-len-a", "1.2"]
+    flags += ["--max-len-b", str(spec.max_len)]
     flags += ["--fp16"] if spec.dtype == "fp16" else []
     parser = options.get_generation_parser()
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))

@@ -97,6 +97,7 @@ def main() -> None:
         return to_config(args)
 
     fairseq_cli.train.convert_namespace_to_omegaconf = without_tpu
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # of data workers that do not end: end them
     sys.argv[1:] = flags
     fairseq_cli.train.cli_main()
     with open(f"{out}.new", "w", encoding="utf-8") as file:

@@ -7,6 +7,7 @@ leave the result in Triton's cache on disk, where this process finds it.
 
 import logging
 import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,9 +86,11 @@ def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch
 
 def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
     """Let children compile what *jobs*, on tensors of the CPU, call; *target* is Triton's name of a GPU."""
+    from triton.backends.nvidia.driver import CudaUtils
+
     context = multiprocessing.get_context("fork")
     children: list[BaseProcess] = []
-    for job in jobs:
+    for job in [*jobs, CudaUtils]:
         child = context.Process(target=_compile_only, args=(job, target), daemon=True)
         child.start()
         children.append(child)
@@ -96,16 +99,23 @@ def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
 
 def _compile_only(job: Job, target: Any) -> None:
     """In a child: no GPU may be touched here, so all launches become compilations."""
+    from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime import JITFunction, driver
 
     run = JITFunction.run
+
+    def compile_kernel(*args: Any, **kwargs: Any) -> None:
+        compiled = run(*args, **{**kwargs, "warmup": True})
+        CudaLauncher(compiled.src, compiled.metadata)  # a C compiler makes it
+
+    JITFunction.run = compile_kernel
     driver.set_active(_Elsewhere(target))
-    JITFunction.run = lambda *args, **kwargs: run(*args, **{**kwargs, "warmup": True})
     torch.set_num_threads(1)
     try:
         job()
     except Exception as error:  # the parent meets it again, and says more
         logger.debug(f"compiling in a child failed: {error}")
+        sys.exit(1)
 
 
 class _Elsewhere:

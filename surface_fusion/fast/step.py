@@ -89,7 +89,9 @@ class PackedStep:
 
         def backward(scale: Tensor) -> None:
             leaves, into = self.packed.leaves, self.packed.gradients
-            found = torch.autograd.grad(held.pop(), leaves, scale, allow_unused=True)
+            with torch.enable_grad():
+                scaled = held.pop() * scale  # given to grad(), it would have torch import sympy: a second
+            found = torch.autograd.grad(scaled, leaves, allow_unused=True)
             pairs = [(g, f) for g, f in zip(into, found, strict=True) if f is not None]
             torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
             self.packed.flat.local_only = True

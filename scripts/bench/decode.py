@@ -43,7 +43,7 @@ def train_model(
         cpu=args.cpu,
     )
     flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
-    flags += ["--no-epoch-checkpoints", "--save-dir", str(folder / contender)]
+    flags += ["--no-epoch-checkpoints", "--save-interval", "1000000", "--save-dir", str(folder / contender)]
     timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates, device=device)
     return folder / contender / "checkpoint_last.pt"
 

@@ -97,12 +97,13 @@ def main() -> None:
         return to_config(args)
 
     fairseq_cli.train.convert_namespace_to_omegaconf = without_tpu
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # of data workers that do not end: end them
     sys.argv[1:] = flags
     fairseq_cli.train.cli_main()
     with open(f"{out}.new", "w", encoding="utf-8") as file:
         json.dump(clock.record(), file)
     os.replace(f"{out}.new", out)
+    sys.stdout.flush()
+    os._exit(0)  # torch would wait 5 s for each of fairseq's data workers, whose batches nobody wants
 
 
 if __name__ == "__main__":

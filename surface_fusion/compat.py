@@ -29,6 +29,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.even_batches import group_evenly
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_trainer import build_quickly, set_seed
 from surface_fusion.quiet import silence_harmless_warnings
@@ -294,6 +295,7 @@ def apply() -> None:
     allow_second_copy()
     _wrap(FairseqTask, "get_batch_iterator", with_first_epochs_batches)
     _wrap(Trainer, "load_checkpoint", with_advice_on_resets)
+    _wrap(Trainer, "get_train_iterator", group_evenly)
     _wrap(Trainer, "get_train_iterator", remember_batches)
     _wrap(Trainer, "begin_epoch", try_longest_batch)
     _wrap(Trainer, "__init__", build_quickly)

@@ -1,0 +1,102 @@
+"""Batches of one update cost the same on all GPUs, and none is lost but what fairseq leaves out."""
+
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fairseq.data import FairseqDataset
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.trainer import Trainer
+
+from surface_fusion import compat
+from surface_fusion.even_batches import group_evenly
+
+
+class Pairs(FairseqDataset):
+    """Sentence pairs of random lengths, as fairseq's dataset tells their sizes."""
+
+    def __init__(self) -> None:
+        rng = np.random.RandomState(0)
+        self.src_sizes = np.sort(rng.randint(3, 60, 600))
+        self.tgt_sizes = np.maximum(self.src_sizes + rng.randint(-20, 20, 600), 3)
+
+    def __len__(self) -> int:
+        return len(self.src_sizes)
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+    def num_tokens(self, i: int) -> int:
+        return int(max(self.src_sizes[i], self.tgt_sizes[i]))
+
+    def collater(self, samples: list[int]) -> list[int]:
+        return samples
+
+    def cost(self, batch: list[int]) -> int:
+        return int(self.src_sizes[batch].sum() + 2 * self.tgt_sizes[batch].sum())
+
+
+def epoch(dataset: Pairs, shard: int, *, shards: int = 2, wrapped: bool = True, grouped: bool = True) -> Any:
+    batches = [list(range(i, min(i + 12, 600))) for i in range(0, 600, 12)]
+    iterator = EpochBatchIterator(
+        dataset, dataset.collater, batches, num_shards=shards, shard_id=shard, grouped_shuffling=grouped
+    )
+    if wrapped:
+        iterator = group_evenly(lambda trainer: iterator, Namespace())
+        iterator = group_evenly(lambda trainer: iterator, Namespace())  # fairseq asks once an epoch
+    return list(iterator.next_epoch_itr(shuffle=True))
+
+
+def imbalance(dataset: Pairs, **how: bool) -> float:
+    costs = np.array([[dataset.cost(batch) for batch in epoch(dataset, shard, **how)] for shard in (0, 1)])
+    return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
+
+
+def test_batches_of_one_update_cost_the_same() -> None:
+    dataset = Pairs()
+    assert imbalance(dataset, wrapped=False) > 1.03
+    assert imbalance(dataset) < 1.01
+
+
+def test_the_batches_are_fairseqs() -> None:
+    dataset = Pairs()
+    got = [batch for shard in (0, 1) for batch in epoch(dataset, shard)]
+    assert sorted(got) == [list(range(i, i + 12)) for i in range(0, 600, 12)]
+
+
+@pytest.mark.parametrize("how", [{"shards": 1}, {"grouped": False}])
+def test_otherwise_the_order_is_fairseqs(how: dict[str, Any]) -> None:
+    dataset = Pairs()
+    assert epoch(dataset, 0, **how) == epoch(dataset, 0, wrapped=False, **how)
+
+
+def test_other_data_sets_tell_their_number_of_tokens() -> None:
+    dataset = Pairs()
+    expected = epoch(dataset, 0)
+    dataset.tgt_sizes, tgt_sizes = None, dataset.tgt_sizes
+    dataset.num_tokens = lambda i: int(dataset.src_sizes[i] + 2 * tgt_sizes[i])  # type: ignore[method-assign]
+    assert epoch(dataset, 0) == expected
+
+
+def test_fairseqs_trainer_does_so() -> None:
+    dataset = Pairs()
+    batches = [[i] for i in range(600)]
+    iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
+    task = Namespace(
+        dataset=lambda split: dataset,
+        max_positions=lambda: (100, 100),
+        get_batch_iterator=lambda **settings: iterator,
+    )
+    trainer = Namespace(
+        cfg=FairseqConfig(),
+        task=task,
+        model=task,
+        data_parallel_world_size=2,
+        data_parallel_rank=0,
+        reset_dummy_batch=lambda batch: None,
+    )
+    compat.apply()
+    got = Trainer.get_train_iterator(trainer, 1, load_dataset=False).frozen_batches
+    assert [dataset.cost(batch) for batch in got] == sorted(map(dataset.cost, batches), reverse=True)

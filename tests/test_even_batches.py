@@ -57,7 +57,7 @@ def imbalance(dataset: Pairs, **how: bool) -> float:
 def test_batches_of_one_update_cost_the_same() -> None:
     dataset = Pairs()
     assert imbalance(dataset, wrapped=False) > 1.03
-    assert imbalance(dataset) < 1.01
+    assert imbalance(dataset) < 1.02
 
 
 def test_the_batches_are_fairseqs() -> None:

@@ -14,20 +14,17 @@ import torch
 
 import surface_fusion
 
-FUSION = (
-    *("--user-dir", str(Path(surface_fusion.__file__).parent), "-a", "transformer_surface_fusion"),
-    *("--surfacefusion", "att", "--sf-gate", "0.8", "--sf-mode", "hard"),
-)
+OURS = ("--user-dir", str(Path(surface_fusion.__file__).parent), "-a", "transformer_surface_fusion")
+FUSION = ("--surfacefusion", "att", "--sf-gate", "0.8", "--sf-mode", "hard")
 STOCK = ("--optimizer", "adam", "--criterion", "label_smoothed_cross_entropy")
+FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
 MODELS: dict[str, tuple[str, ...]] = {
     "fairseq": ("-a", "transformer", *STOCK),
-    "plain": (*FUSION, "--sf-plain", *STOCK),
-    "fast": (
-        *FUSION,
-        *("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy"),
-    ),
+    "plain": (*OURS, *FUSION, "--sf-plain", *STOCK),
+    "fast": (*OURS, *FUSION, *FAST),
+    "vanilla": (*OURS, *FAST),
 }
-"""Model, optimizer and loss of each contender."""
+"""Model, optimizer and loss of each contender; ``vanilla`` is the model of ``fairseq``, trained fast."""
 
 RECIPE = (
     *("--share-all-embeddings", "--dropout", "0.3", "--attention-dropout", "0.1", "--label-smoothing", "0.1"),

@@ -1,6 +1,6 @@
 """Table ``decode``: translating the test set with beam 4, one sentence at a time and in batches of 128.
 
-    python scripts/bench/decode.py DATA-BIN                     trains two models for 600 updates first
+    python scripts/bench/decode.py DATA-BIN                     trains two models for 600 updates first, fast
     python scripts/bench/decode.py DATA-BIN --path OURS.pt --fairseq-path THEIRS.pt
     python scripts/bench/decode.py --quick                      tiny, on the CPU if there is no GPU
 
@@ -24,6 +24,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from contenders import SIZES, child_environment, data_folder, on_gpus, training_flags
 from results import Run, add_common_flags, settle_common_flags
 from timed_generation import Decoded, Spec
@@ -45,7 +46,13 @@ def train_model(
     flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
     flags += ["--no-epoch-checkpoints", "--save-interval", "1000000", "--save-dir", str(folder / contender)]
     timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates, device=device)
-    return folder / contender / "checkpoint_last.pt"
+    path = folder / contender / "checkpoint_last.pt"
+    if contender == "vanilla":
+        state = torch.load(path, weights_only=False)
+        state["cfg"]["model"].arch = state["cfg"]["model"]._name = "transformer"
+        torch.save({**state, "last_optimizer_state": None}, path)
+    print(f"{contender}: trained", flush=True)
+    return path
 
 
 def timed_generation(specs: list[Spec], folder: Path, device: int | None = None) -> list[list[Decoded]]:
@@ -112,8 +119,9 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="bench-") as temporary,
     ):
         folder = Path(temporary)
-        paths = {"fast": args.path, "fairseq": args.fairseq_path}
-        names = {"fairseq" if contender == "fairseq" else "fast" for contender in args.contender}
+        paths = {"fast": args.path, "vanilla": args.fairseq_path}
+        model_of = {"fairseq": "vanilla", "plain": "fast", "fast": "fast"}
+        names = {model_of[contender] for contender in args.contender}
         missing = sorted(name for name in names if paths[name] is None)
         trained = on_gpus(
             lambda name, device: train_model(name, data, folder, args, device),
@@ -124,7 +132,7 @@ def main() -> None:
         specs = {
             (contender, dtype): Spec(
                 data=str(data),
-                checkpoint=str(paths["fairseq" if contender == "fairseq" else "fast"]),
+                checkpoint=str(paths[model_of[contender]]),
                 overrides={"sf_plain": True} if contender == "plain" else {},
                 dtype=dtype,
                 batch_sizes=args.batch or [1, 128],
@@ -137,15 +145,8 @@ def main() -> None:
             for contender in args.contender
         }
         best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
-        if args.quick:  # in one process it is quicker; otherwise none is to be warmed up by another
-            results = iter(timed_generation([*specs.values()], folder))
-        else:
-            results = on_gpus(
-                lambda spec, device: timed_generation([spec], folder, device)[0],
-                specs.values(),
-                side_by_side=args.side_by_side,
-            )
-        for (contender, dtype), several in zip(specs, results, strict=True):
+
+        def keep(contender: str, dtype: str, several: list[Decoded]) -> None:
             for done in several:
                 best.setdefault((dtype, done.batch_size), {})[contender] = done.best
                 setting = {"batch": done.batch_size, "beam": 4, "dtype": dtype, "mode": "hard"}
@@ -154,6 +155,15 @@ def main() -> None:
                     median, n = statistics.median(seconds), len(seconds)
                     for amount, unit in ((done.sentences, "sent/s"), (done.tokens, "tok/s")):
                         run.add("decode", contender, {**setting, "phase": phase}, amount / median, unit, n)
+
+        def measure(key: tuple[str, str], device: int | None) -> None:
+            keep(*key, timed_generation([specs[key]], folder, device)[0])
+
+        if args.quick:  # in one process it is quicker; otherwise none is to be warmed up by another
+            for key, several in zip(specs, timed_generation([*specs.values()], folder), strict=True):
+                keep(*key, several)
+        else:
+            list(on_gpus(measure, specs, side_by_side=args.side_by_side))
     run.print_table()
     failed = False
     for (dtype, batch_size), found in best.items():

@@ -22,7 +22,7 @@ from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack
 logger = logging.getLogger(__name__)
 
 RECORDING_ROWS = 100_000
-"""What making a recording costs, 0.08 s, in units of :attr:`Capacity.cost` (an H200: 1.4 million a second)."""
+"""What making a recording costs, 0.08 s, in units of :attr:`Capacity.cost` (H200: 1.4 million a second)."""
 
 
 class PackedStep:

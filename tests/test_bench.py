@@ -170,6 +170,17 @@ def test_curves_of_fast_and_plain_do_not_part_at_once(run: Callable[..., None], 
     assert all(r.value < 1e-5 for r in rows)
 
 
+def test_bleu_of_each_path_and_seed(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "quality.csv"
+    run("quality", "--quick", "--cpu", "--seeds", 7, "--jobs", 2, "-o", out)
+    rows = script("results").read_rows(out)
+    assert [(r.contender, r.unit, r.n) for r in rows] == [("plain", "BLEU", 1), ("fast", "BLEU", 1)]
+    assert all(r.setting.endswith("mode=hard;seed=7") for r in rows)
+    assert "nrefs:1|case:mixed" in capsys.readouterr().out
+
+
 def test_all_tables_and_their_picture(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,12 @@ def normalized_nll(model: Any, sample: dict[str, Any]) -> float:
     return -picked[target.ne(PAD)].log().sum().item()
 
 
+def said_by_criterion(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log tells about ways; fairseq says more, where a test before has turned its log up."""
+    records = [record for record in caplog.records if record.name == "surface_fusion.criterion"]
+    return [record.getMessage().partition(": ")[2] for record in records]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_batches_of_an_update(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +109,7 @@ def test_two_batches_of_an_update(name: str, way: str, caplog: pytest.LogCapture
     for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         gradient = torch.zeros_like(q) if q.grad is None else q.grad
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=2e-5, msg=n)
-    assert caplog.messages == [f"fused_label_smoothed_cross_entropy: {WAYS[way]}"]
+    assert said_by_criterion(caplog) == [WAYS[way]]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,9 +157,7 @@ def test_the_mode_whose_loss_only_the_plain_way_knows(caplog: pytest.LogCaptureF
     expected, _, expected_log = fairseqs()(model_of("plain", *flags), SAMPLES[0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_logged(logged, expected_log)
-    assert [m.partition(": ")[2] for m in caplog.messages] == [
-        "the plain loss, because of --sf-mode postnorm_v1"
-    ]
+    assert said_by_criterion(caplog) == ["the plain loss, because of --sf-mode postnorm_v1"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -226,7 +230,7 @@ def test_each_model_goes_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
             for model in (packed, other):
                 expected = fairseqs()(model, SAMPLES[0])[0].item()
                 assert ours(model, SAMPLES[0])[0].item() == pytest.approx(expected, rel=1e-6)
-    assert [message.partition(": ")[2] for message in caplog.messages] == [WAYS["packed"], WAYS["fused"]]
+    assert said_by_criterion(caplog) == [WAYS["packed"], WAYS["fused"]]
 
 
 # Trainings
@@ -335,7 +339,7 @@ def test_what_cannot_run_fast_says_so_once(
         losses = training.run(3)
         training.trainer.valid_step(next(training.samples))
     assert all(map(math.isfinite, losses))
-    said = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.criterion"]
+    said = said_by_criterion(caplog)
     assert len(said) == 1 and said[0].endswith(way)
 
 

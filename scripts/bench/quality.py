@@ -1,0 +1,116 @@
+"""Table ``quality``: BLEU of the plain and of the fast path after the same number of updates.
+
+    python scripts/bench/quality.py DATA-BIN --updates 1500 [--seeds 1 2 3] [--jobs 6]
+    python scripts/bench/quality.py --quick            tiny, on the CPU if there is no GPU
+
+The same trainings by the modules with fairseq's own Adam and loss (``plain``), and fast; then the test set is
+translated (beam 4) and scored by sacreBLEU, on what SentencePiece makes plain text again. They differ in
+their random numbers of dropout, too: what counts is whether the means are further apart than seeds are.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import torch
+from contenders import SIZES, child_environment, data_folder, training_flags
+from results import Run, add_common_flags, settle_common_flags
+
+from surface_fusion.scoring import Score, parse_generate_output, score_text
+
+
+def run_quietly(device: int | None, *command: str) -> str:
+    """The output of a Python program of ours or fairseq's.
+
+    Raises:
+        SystemExit: it failed; with the end of its output.
+    """
+    done = subprocess.run(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=child_environment(device),
+    )
+    if done.returncode:
+        raise SystemExit(f"{command[1]} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def bleu(
+    contender: str, seed: int, data: Path, folder: Path, device: int | None, args: argparse.Namespace
+) -> Score:
+    """Train in *folder*, translate and score."""
+    flags = training_flags(
+        *(contender, data),
+        size=args.size,
+        max_tokens=args.max_tokens,
+        dtype=args.dtype[0],
+        workers=0 if args.quick else 2,
+        cpu=args.cpu,
+    )
+    flags += ["--seed", str(seed), "--warmup-updates", str(args.updates // 4), "--dropout", "0.1"]
+    flags += ["--max-update", str(args.updates), "--save-interval", "1000000", "--no-epoch-checkpoints"]
+    run_quietly(device, "-m", "fairseq_cli.train", *flags, "--save-dir", str(folder))
+    flags = [str(data), "--path", str(folder / "checkpoint_last.pt"), "--beam", "4", "--batch-size", "64"]
+    flags += ["--remove-bpe", "sentencepiece", "--max-len-a", "1.2", "--max-len-b", "10"]
+    flags += ["--user-dir", str(Path(__file__).parents[2] / "surface_fusion")]
+    flags += ["--model-overrides", repr({"sf_plain": True} if contender == "plain" else {})]
+    flags += ["--cpu"] if args.cpu else []
+    flags += ["--fp16"] if args.dtype == ["fp16"] else []
+    found = parse_generate_output(run_quietly(device, "-m", "fairseq_cli.generate", *flags).splitlines())
+    return score_text(found.text, found.tokenised_references)[0]
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
+    parser.add_argument("--updates", type=int, metavar="N", help="of each training; default: 1500")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 4096")
+    parser.add_argument("--size", choices=SIZES, help="of the model; default: demo, that of the quick start")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
+    add_common_flags(parser, "quality")
+    parser.set_defaults(contender=["plain", "fast"])
+    args = parser.parse_args()
+    settle_common_flags(args, "quality")
+    args.updates = args.updates or (4 if args.quick else 1500)
+    args.max_tokens = args.max_tokens or (800 if args.quick else 4096)
+    args.size = args.size or ("tiny" if args.quick else "demo")
+
+    run = Run("quality", args.out, args.cpu)
+    with (
+        data_folder(args.data, args.quick) as data,
+        tempfile.TemporaryDirectory(prefix="bench-") as temporary,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        keys = list(product(args.contender, args.seeds))
+        gpus = 0 if args.cpu else torch.cuda.device_count()
+        futures = {
+            key: pool.submit(
+                bleu, *key, data, Path(temporary, "-".join(map(str, key))), i % gpus if gpus else None, args
+            )
+            for i, key in enumerate(keys)
+        }
+        values: dict[str, list[float]] = {contender: [] for contender in args.contender}
+        setting = {"size": args.size, "updates": args.updates, "max_tokens": args.max_tokens}
+        setting |= {"dtype": args.dtype[0], "mode": "hard"}
+        for (contender, seed), future in futures.items():
+            found = future.result()
+            values[contender].append(found.value)
+            run.add("quality", contender, {**setting, "seed": seed}, found.value, "BLEU")
+    for contender, several in values.items():
+        spread = f" ± {statistics.stdev(several):.2f}" if len(several) > 1 else ""
+        print(f"{contender}: {statistics.mean(several):.2f}{spread} (n={len(several)}, {found.signature})")
+
+
+if __name__ == "__main__":
+    main()

@@ -87,7 +87,15 @@ def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch
 def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
     """Let children compile what *jobs*, on tensors of the CPU, call; *target* is Triton's name of a GPU."""
     from triton.backends.nvidia.driver import CudaUtils
+    from triton.runtime import JITFunction
 
+    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
+
+    # A kernel's key in the cache hangs on which was asked for its own before, so all are asked here.
+    for module in (attention_kernels, elementwise_kernels, softmax_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                _ = kernel.cache_key
     context = multiprocessing.get_context("fork")
     children: list[BaseProcess] = []
     for job in [*jobs, CudaUtils]:

@@ -1,6 +1,7 @@
 """Every kernel that a step needs is called before, and a failure stops nothing."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,28 @@ def test_children_compile_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyP
     for child in fork([partial(relu_backward, x, x, 1.0)], GPUTarget("cuda", 90, 32)):
         child.join()  # successful or not: what launches the kernel needs CUDA's library
     assert [path.name for path in tmp_path.glob("*/*.cubin")] == ["_relu_backward_kernel.cubin"]
+
+
+@pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton's compiler")
+def test_what_is_compiled_does_not_hang_on_the_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel's key in Triton's cache did, so this process compiled one again."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "CudaLauncher", lambda src, metadata: None)  # needs CUDA's library
+    monkeypatch.setattr(driver, "CudaUtils", dict)
+    jobs = kernel_calls(shaken(*MODELS["plain"]), 0.1, torch.float16, torch.device("cpu"))
+
+    def compiled_by(jobs: list[Callable[[], object]]) -> set[Path]:
+        for child in fork(jobs, GPUTarget("cuda", 90, 32)):
+            child.join()
+            assert child.exitcode == 0
+        return {*tmp_path.glob("*/*.cubin")}
+
+    one_by_one = compiled_by(jobs)
+    assert len(one_by_one) == 7
+    assert compiled_by([lambda: [job() for job in jobs]]) == one_by_one
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU")

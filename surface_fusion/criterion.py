@@ -131,6 +131,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         if reason is not None:
             return "plain", f"the plain loss, because of {reason}"
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
+        if self.ignore_prefix_size > 0 and getattr(self.task.cfg, "left_pad_target", False):
+            reason = "--ignore-prefix-size with --left-pad-target"  # which cuts padding, too
         if reason is not None or flat is None:
             return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)

@@ -25,8 +25,8 @@ from surface_fusion.attention import SurfaceAttention
 from surface_fusion.distributions import (
     at_least_float32,
     exponentiated_log_probs,
+    hard_log_probs,
     log_softmax,
-    weighted,
 )
 from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
@@ -213,7 +213,6 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
             gate = gates[..., :1] / gates.sum(dim=-1, keepdim=True)
         if self.cfg.mode.exponentiated:
             fused = exponentiated_log_probs(*logits.chunk(2, dim=-1))
-        else:  # hard_log_probs, without a copy of each branch
-            tgt, src = log_softmax(logits.unflatten(-1, (2, -1))).unbind(dim=-2)
-            fused = weighted(tgt, src, gate)
+        else:
+            fused = hard_log_probs(logits.unflatten(-1, (2, -1)), gate)
         return fused if log_probs else fused.exp()

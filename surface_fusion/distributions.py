@@ -61,18 +61,14 @@ def log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def hard_log_probs(tgt_logits: Tensor, src_logits: Tensor, gate: Tensor | float) -> Tensor:
+def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
     """``g lsm(z) + (1-g) lsm(s)``: not normalised, the sum of its exp is at most 1.
 
     Args:
-        tgt_logits, src_logits: ``[..., vocab]``.
-        gate: weight of the target branch, a number or ``[..., 1]``.
+        logits: z and s, ``[..., 2, vocab]``.
+        gate: weight g of the first, a number or ``[..., 1]``.
     """
-    return weighted(log_softmax(tgt_logits), log_softmax(src_logits), gate)
-
-
-def weighted(tgt: Tensor, src: Tensor, gate: Tensor | float) -> Tensor:
-    """``g tgt + (1-g) src`` in one pass."""
+    tgt, src = log_softmax(logits).unbind(dim=-2)
     return torch.lerp(src, tgt, gate)
 
 

@@ -132,9 +132,11 @@ def test_flags_of_fairseqs_criterion(flags: tuple[str, ...], options: dict[str, 
     assert_logged(logged, expected_log)
 
 
+@pytest.mark.parametrize("ignored", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_padding_on_the_other_side(way: str) -> None:
-    """``--left-pad-target`` and a source that is padded on the right."""
+def test_padding_on_the_other_side(way: str, ignored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--left-pad-target``, also with a prefix that is ignored, and a source that is padded on the right."""
+    monkeypatch.setattr(TASK.cfg, "left_pad_target", True)
     sample = batch((5, 7, 3), (6, 4, 5))
 
     def repadded(tokens: Tensor, left: bool) -> Tensor:
@@ -144,8 +146,9 @@ def test_padding_on_the_other_side(way: str) -> None:
     net["src_tokens"] = repadded(net["src_tokens"], False)
     net["prev_output_tokens"] = repadded(net["prev_output_tokens"], True)
     sample["target"] = repadded(sample["target"], True)
-    loss, _, logged = criterion(way)(model_of(way, *HARD), sample)
-    expected, _, expected_log = fairseqs()(model_of("plain", *HARD), sample)
+    options = {"ignore_prefix_size": ignored}
+    loss, _, logged = criterion(way, **options)(model_of(way, *HARD), sample)
+    expected, _, expected_log = fairseqs(**options)(model_of("plain", *HARD), sample)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_logged(logged, expected_log)
 

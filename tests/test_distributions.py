@@ -23,6 +23,10 @@ taus = st.floats(0, 2)
 fast = settings(max_examples=60, deadline=None)
 
 
+def hard(z: Tensor, s: Tensor, gate: Tensor | float) -> Tensor:
+    return hard_log_probs(torch.stack([z, s], dim=-2), gate)
+
+
 def lsm(x: Tensor) -> Tensor:
     return x - x.exp().sum(-1, keepdim=True).log() if x.abs().max() < 500 else torch.log_softmax(x, -1)
 
@@ -118,19 +122,19 @@ def test_postnorm_v1_is_nearly_uniform_and_ranks_like_soft(pair: Tensor, tau: fl
 @given(logits_pairs, gates)
 def test_hard_equals_the_published_formula_and_sums_to_at_most_one(pair: Tensor, gate: float) -> None:
     z, s = pair
-    fused = hard_log_probs(z, s, gate)
+    fused = hard(z, s, gate)
     assert_close(fused, gate * lsm(z) + (1 - gate) * lsm(s))
     assert fused.exp().sum(-1).max() <= 1 + 1e-12
-    assert_close(hard_log_probs(z, z, gate), lsm(z))
-    assert_close(hard_log_probs(z, s, gate), hard_log_probs(s, z, 1 - gate))
+    assert_close(hard(z, z, gate), lsm(z))
+    assert_close(hard(z, s, gate), hard(s, z, 1 - gate))
 
 
 @fast
 @given(logits_pairs)
 def test_hard_gate_limits(pair: Tensor) -> None:
     z, s = pair
-    assert torch.equal(hard_log_probs(z, s, 1.0), log_softmax(z))
-    assert torch.equal(hard_log_probs(z, s, 0.0), log_softmax(s))
+    assert torch.equal(hard(z, s, 1.0), log_softmax(z))
+    assert torch.equal(hard(z, s, 0.0), log_softmax(s))
 
 
 @fast
@@ -139,20 +143,20 @@ def test_hard_gate_per_token_is_the_number_row_by_row(pair: Tensor, gate: float)
     z, s = pair
     gates_per_row = torch.rand(len(z), 1, dtype=torch.float64)
     gates_per_row[0] = gate
-    fused = hard_log_probs(z, s, gates_per_row)
+    fused = hard(z, s, gates_per_row)
     for row, g in enumerate(gates_per_row):
-        assert_close(fused[row], hard_log_probs(z[row], s[row], g.item()))
+        assert_close(fused[row], hard(z[row], s[row], g.item()))
 
 
 @fast
 @given(logits_pairs, gates)
 def test_renormalised_hard_ranks_like_hard(pair: Tensor, gate: float) -> None:
     z, s = pair
-    hard = hard_log_probs(z, s, gate)
+    published = hard(z, s, gate)
     renormalised = log_softmax(gate * z + (1 - gate) * s)
-    assert_close(renormalised, lsm(hard))
+    assert_close(renormalised, lsm(published))
     # The two differ by one number a row, so no ranking changes.
-    difference = renormalised - hard
+    difference = renormalised - published
     assert_close(difference, difference[:, :1].expand_as(difference))
     assert difference.min() >= -1e-10
 
@@ -161,7 +165,7 @@ def test_renormalised_hard_ranks_like_hard(pair: Tensor, gate: float) -> None:
 @given(logits_pairs, gates, taus, st.floats(-30, 30))
 def test_a_constant_per_row_changes_nothing(pair: Tensor, gate: float, tau: float, constant: float) -> None:
     z, s = pair
-    assert_close(hard_log_probs(z + constant, s - constant, gate), hard_log_probs(z, s, gate))
+    assert_close(hard(z + constant, s - constant, gate), hard(z, s, gate))
     for mode in ("soft", "postnorm_v1"):
         assert_close(ours(mode, z + constant, s - constant, tau), ours(mode, z, s, tau))
 
@@ -171,7 +175,7 @@ def test_a_constant_per_row_changes_nothing(pair: Tensor, gate: float, tau: floa
 def test_vocabulary_order_does_not_matter(pair: Tensor, gate: float) -> None:
     z, s = pair
     order = torch.randperm(z.shape[-1])
-    assert_close(hard_log_probs(z, s, gate)[:, order], hard_log_probs(z[:, order], s[:, order], gate))
+    assert_close(hard(z, s, gate)[:, order], hard(z[:, order], s[:, order], gate))
     v1 = exponentiated_log_probs(z, s)
     assert_close(v1[:, order], exponentiated_log_probs(z[:, order], s[:, order]))
 
@@ -182,7 +186,7 @@ def test_results_are_float32_and_as_good(dtype: torch.dtype) -> None:
     exact_z, exact_s = z.double(), s.double()
     for fused, exact in (
         (log_softmax(z), lsm(exact_z)),
-        (hard_log_probs(z, s, 0.8), 0.8 * lsm(exact_z) + 0.2 * lsm(exact_s)),
+        (hard(z, s, 0.8), 0.8 * lsm(exact_z) + 0.2 * lsm(exact_s)),
         (exponentiated_log_probs(z, s), lsm((lsm(exact_z) + lsm(exact_s)).exp())),
     ):
         assert fused.dtype == torch.float32
@@ -193,7 +197,7 @@ def test_results_are_float32_and_as_good(dtype: torch.dtype) -> None:
 def test_huge_logits_stay_finite(size: float) -> None:
     z = torch.tensor([[size, 0.0, -size]]) / 2
     s = z.flip(-1)
-    for fused in (hard_log_probs(z, s, 0.5), exponentiated_log_probs(z, s), log_softmax(z)):
+    for fused in (hard(z, s, 0.5), exponentiated_log_probs(z, s), log_softmax(z)):
         assert not fused.isnan().any()
     assert exponentiated_log_probs(z, s).isfinite().all()
 
@@ -202,14 +206,14 @@ def test_gradients() -> None:
     z, s = torch.randn(2, 2, 3, 5, dtype=torch.float64).requires_grad_().unbind(0)
     gate = torch.rand(2, 3, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_softmax, (z,))
-    assert torch.autograd.gradcheck(hard_log_probs, (z, s, gate))
-    assert torch.autograd.gradcheck(lambda a, b: hard_log_probs(a, b, 0.8), (z, s))
+    assert torch.autograd.gradcheck(hard, (z, s, gate))
+    assert torch.autograd.gradcheck(lambda a, b: hard(a, b, 0.8), (z, s))
     assert torch.autograd.gradcheck(exponentiated_log_probs, (z, s))
 
 
 def test_gradient_of_a_learned_gate_is_the_difference_of_the_losses() -> None:
     z, s = torch.randn(2, 4, 7, dtype=torch.float64)
     gate = torch.rand(4, 1, dtype=torch.float64, requires_grad=True)
-    (-hard_log_probs(z, s, gate)[:, 3]).sum().backward()
+    (-hard(z, s, gate)[:, 3]).sum().backward()
     assert gate.grad is not None
     assert_close(gate.grad, (lsm(s) - lsm(z))[:, 3:4])

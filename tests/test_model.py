@@ -451,7 +451,9 @@ def test_temperature_divides_the_logits_of_both_branches(
     if fusion is V1:
         expected = exponentiated_log_probs(z / temperature, s / temperature)
     else:
-        expected = hard_log_probs(z / temperature, s / temperature, gate if fusion is LEARNED else 0.8)
+        expected = hard_log_probs(
+            torch.stack([z, s], dim=-2) / temperature, gate if fusion is LEARNED else 0.8
+        )
     ensemble = EnsembleModel([model])
     ensemble.has_incremental = False  # the whole prefix at once
     out, _ = ensemble.forward_decoder(

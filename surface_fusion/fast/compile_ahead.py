@@ -7,6 +7,7 @@ leave the result in Triton's cache on disk, where this process finds it.
 
 import logging
 import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -110,6 +111,7 @@ def _compile_only(job: Job, target: Any) -> None:
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime import JITFunction, driver
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it ends its children
     run = JITFunction.run
 
     def compile_kernel(*args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from surface_fusion.fast.packed import Capacity
+
 
 def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """fairseq's ``Trainer.get_train_iterator``; the same batches, in the order of their cost.
@@ -19,14 +21,16 @@ def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: An
     iterator = get_train_iterator(trainer, *args, **kwargs)
     if getattr(iterator, "grouped_shuffling", False) and iterator.num_shards > 1:
         batches = iterator.frozen_batches
-        costs = [_cost(iterator.dataset, batch) for batch in batches]
-        iterator._frozen_batches = tuple(batches[i] for i in np.argsort(costs, kind="stable")[::-1])
+        costs = [-_cost(iterator.dataset, batch) for batch in batches]
+        # Stable: fairseq gives the same iterator again in each epoch, and a resumed training a new one.
+        iterator._frozen_batches = tuple(batches[i] for i in np.argsort(costs, kind="stable"))
     return iterator
 
 
 def _cost(dataset: Any, batch: Any) -> int:
-    """Tokens; the decoder and the loss do twice the encoder's work on each."""
+    """As a packed batch's; of data that is no pairs, its tokens."""
     if getattr(dataset, "tgt_sizes", None) is None:
         return sum(int(dataset.num_tokens(i)) for i in batch)
     indices = np.asarray(batch)
-    return int(dataset.src_sizes[indices].sum() + 2 * dataset.tgt_sizes[indices].sum())
+    src, tgt = (int(sizes[indices].sum()) for sizes in (dataset.src_sizes, dataset.tgt_sizes))
+    return Capacity(src, tgt, padded=0).cost

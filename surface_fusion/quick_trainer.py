@@ -31,7 +31,14 @@ class ReadOnceConfig(DictConfig):
 
 
 def build_quickly(
-    init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, criterion: Any, *args: Any
+    init: Callable[..., None],
+    trainer: Any,
+    cfg: Any,
+    task: Any,
+    model: Any,
+    criterion: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """fairseq's ``Trainer.__init__``; from then on its configuration answers quickly.
 
@@ -39,7 +46,7 @@ def build_quickly(
     """
     if hasattr(criterion, "prepare"):
         criterion.prepare(model, cfg)
-    init(trainer, cfg, task, model, criterion, *args)
+    init(trainer, cfg, task, model, criterion, *args, **kwargs)
     given = [name for name in trainer.cfg if not OmegaConf.is_missing(trainer.cfg, name)]
     for section in (trainer.cfg, *(trainer.cfg[name] for name in given)):
         if type(section) is DictConfig:

@@ -66,6 +66,16 @@ def test_the_batches_are_fairseqs() -> None:
     assert sorted(got) == [list(range(i, i + 12)) for i in range(0, 600, 12)]
 
 
+def test_the_order_is_the_same_however_often_fairseq_asks() -> None:
+    """Also of batches that cost the same: a resumed training has asked less often."""
+    dataset = Pairs()
+    dataset.src_sizes = dataset.tgt_sizes = np.full(600, 7)
+    batches = [[i] for i in range(600)]
+    iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
+    orders = [group_evenly(lambda trainer: iterator, Namespace()).frozen_batches for _ in range(2)]
+    assert orders == [tuple(batches)] * 2
+
+
 @pytest.mark.parametrize("how", [{"shards": 1}, {"grouped": False}])
 def test_otherwise_the_order_is_fairseqs(how: dict[str, Any]) -> None:
     dataset = Pairs()

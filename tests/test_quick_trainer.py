@@ -19,8 +19,11 @@ class Trainer:
     tpu = cuda = False
     updates = 3
 
-    def __init__(self, cfg: DictConfig, task: object, model: str, criterion: object) -> None:
+    def __init__(
+        self, cfg: DictConfig, task: object, model: str, criterion: object, quantizer: object = None
+    ) -> None:
         self.cfg = cfg
+        self.quantizer = quantizer
 
     def get_num_updates(self) -> int:
         return self.updates
@@ -68,6 +71,14 @@ def test_a_criterion_may_prepare(cfg: DictConfig) -> None:
     built(cfg, Namespace(prepare=lambda *args: asked.append(args)))
     built(cfg, Namespace())
     assert asked == [("model", cfg)]
+
+
+def test_what_else_fairseqs_trainer_is_given(cfg: DictConfig) -> None:
+    """MegatronTrainer passes it on by name."""
+    for how in (("q",), {}), ((), {"quantizer": "q"}):
+        trainer = Trainer.__new__(Trainer)
+        build_quickly(Trainer.__init__, trainer, cfg, None, "model", None, *how[0], **how[1])
+        assert trainer.quantizer == "q"
 
 
 def test_the_seed_is_fairseqs(cfg: DictConfig) -> None:

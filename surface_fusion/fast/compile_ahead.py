@@ -61,15 +61,17 @@ def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch
         jobs.append(partial(attention_forward, q, k, v, *how))
         jobs.append(partial(attention_backward, out, saved, (dq, dk, dv), *how))
 
-    for layer in (encoder.layers[0], decoder.layers[0]):
-        rate = 0.5 if layer.dropout_module.p > 0 else 0.0
-        dim, hidden = layer.fc2.out_features, layer.fc1.out_features
+    for dim, hidden, dropped, before in {
+        (layer.fc2.out_features, layer.fc1.out_features, layer.dropout_module.p > 0, layer.normalize_before)
+        for layer in (encoder.layers[0], decoder.layers[0])
+    }:
+        rate = 0.5 if dropped else 0.0
         x, residual = zeros(2, ROWS, dim).unbind()
         vectors = zeros(3, dim).unbind()
         jobs.append(
             partial(add_norm_forward, x, vectors[0], residual, vectors[1], vectors[2], rate, 1e-5, seed)
         )
-        stream = x if layer.normalize_before else None  # of the residual, see PackedTransformer
+        stream = x if before else None  # of the residual, see PackedTransformer
         normed = x, vectors[0], float32(ROWS), float32(ROWS)
         jobs.append(partial(add_norm_backward, x, stream, normed, rate, seed))
         jobs.append(partial(relu_backward, zeros(ROWS, hidden), zeros(ROWS, hidden), 1.0))

@@ -128,7 +128,7 @@ SPARE = 32
 
 
 def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) -> Capacity:
-    """The capacity to make for a batch: its size, rounded up to 1/32 of it with padding.
+    """The capacity to make for a batch: its size, rounded up to 1/16 of it with padding.
 
     Args:
         sentences, src_width, tgt_width: B, S, T.
@@ -136,7 +136,7 @@ def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) 
             for the source, whose number of tokens is known to the GPU only.)
     """
     padded = sentences * max(src_width, tgt_width)
-    step = _up(padded / 32, 64)
+    step = _up(padded / 16, 64)
     return Capacity(
         src=_up(sentences * src_width + SPARE, step),
         tgt=_up(tgt_rows + SPARE, step),

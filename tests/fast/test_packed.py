@@ -153,4 +153,4 @@ def test_the_decoder_and_the_loss_cost_twice_the_encoder() -> None:
 def test_similar_batches_share_a_capacity() -> None:
     """What CUDA graphs live on: real batches of one length differ a little in sentences and tokens."""
     made = {capacity_for(n, 25, 27, 24 * n) for n in range(150, 166)}
-    assert len(made) <= 5
+    assert len(made) <= 4

@@ -3,8 +3,9 @@
 import logging
 import os
 import queue
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 
 import surface_fusion
 
-OURS = ("--user-dir", str(Path(surface_fusion.__file__).parent), "-a", "transformer_surface_fusion")
+USER_DIR = ("--user-dir", str(Path(surface_fusion.__file__).parent))
+OURS = (*USER_DIR, "-a", "transformer_surface_fusion")
 FUSION = ("--surfacefusion", "att", "--sf-gate", "0.8", "--sf-mode", "hard")
 STOCK = ("--optimizer", "adam", "--criterion", "label_smoothed_cross_entropy")
 FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
@@ -25,6 +27,9 @@ MODELS: dict[str, tuple[str, ...]] = {
     "vanilla": (*OURS, *FAST),
 }
 """Model, optimizer and loss of each contender; ``vanilla`` is the model of ``fairseq``, trained fast."""
+
+ONLY_LAST = ("--no-epoch-checkpoints", "--save-interval", "1000000")
+"""Of a training that saves its last checkpoint and no other."""
 
 RECIPE = (
     *("--share-all-embeddings", "--dropout", "0.3", "--attention-dropout", "0.1", "--label-smoothing", "0.1"),
@@ -109,20 +114,36 @@ def child_environment(device: int | None = None, triton_cache: Path | None = Non
     return environment
 
 
+def output_of(command: Sequence[str], environment: dict[str, str]) -> str:
+    """What a child process printed.
+
+    Raises:
+        SystemExit: it failed; with the end of its output.
+    """
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    if done.returncode:
+        name = " ".join(command[1:3])
+        raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def on_gpus(
-    work: Callable[[Item, int | None], Result], items: Iterable[Item], *, side_by_side: bool
+    work: Callable[[Item, int | None], Result], items: Iterable[Item], *, at_once: int
 ) -> Iterator[Result]:
-    """``work(item, device)`` for each item, in their order: in turn (device None), or each on a free GPU."""
-    if not side_by_side:
-        yield from (work(item, None) for item in items)
-        return
-    free = queue.SimpleQueue[int]()
-    for device in range(torch.cuda.device_count()):
-        free.put(device)
+    """``work(item, device)`` for each item, in their order; *at_once* of them, spread over the GPUs.
+
+    One at a time has all GPUs: device None, as where there is none.
+    """
+    gpus = torch.cuda.device_count() if at_once > 1 else 0
+    free = queue.SimpleQueue[int | None]()
+    for i in range(at_once):
+        free.put(i % gpus if gpus else None)
 
     def on_free_gpu(item: Item) -> Result:
         device = free.get()
@@ -131,5 +152,5 @@ def on_gpus(
         finally:
             free.put(device)
 
-    with ThreadPoolExecutor(torch.cuda.device_count()) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(on_free_gpu, items)

@@ -12,14 +12,13 @@ the largest up to update 20, 100, 300 and so on.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from contenders import SIZES, child_environment, data_folder, training_flags
+from contenders import SIZES, child_environment, data_folder, output_of, training_flags
 from results import Run, add_common_flags, settle_common_flags
 
 CHECKPOINTS = (20, 100, 200, 300, 400, 500)
@@ -102,13 +101,8 @@ def main() -> None:
             flags = training_flags(contender, data, **shared, cpu=args.cpu)
             out = Path(folder, f"{contender}-{order}.json")
             command = [sys.executable, __file__, "--child", str(out), order, *flags, *FIXED]
-            done = subprocess.run(
-                [*command, "--max-update", str(updates)],
-                **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
-                env=child_environment(),
-            )
-            if done.returncode:
-                raise SystemExit(f"{contender} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+            command += ["--max-update", str(updates), "--save-dir", folder]
+            output_of(command, child_environment())
             curves[contender, order] = json.loads(out.read_text(encoding="utf-8"))
     reference = curves["plain", "straight"]
     for (contender, order), curve in curves.items():

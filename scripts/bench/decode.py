@@ -18,14 +18,21 @@ fairseq, at either for plain and fast. In fp32 the script ends with status 1 if 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from contenders import SIZES, child_environment, data_folder, on_gpus, training_flags
+from contenders import (
+    ONLY_LAST,
+    SIZES,
+    child_environment,
+    data_folder,
+    on_gpus,
+    output_of,
+    training_flags,
+)
 from results import Run, add_common_flags, settle_common_flags
 from timed_generation import Decoded, Spec
 from train import timed_training
@@ -44,7 +51,7 @@ def train_model(
         cpu=args.cpu,
     )
     flags += ["--warmup-updates", str(args.train_updates // 2), "--dropout", "0.1"]
-    flags += ["--no-epoch-checkpoints", "--save-interval", "1000000", "--save-dir", str(folder / contender)]
+    flags += [*ONLY_LAST, "--save-dir", str(folder / contender)]
     timed_training(flags, cold=args.train_updates, steady=0, most=args.train_updates, device=device)
     path = folder / contender / "checkpoint_last.pt"
     if contender == "vanilla":
@@ -66,15 +73,7 @@ def timed_generation(specs: list[Spec], folder: Path, device: int | None = None)
     spec_file.write_text(json.dumps([asdict(spec) for spec in specs]), encoding="utf-8")
     script = str(Path(__file__).with_name("timed_generation.py"))
     command = [sys.executable, script, str(spec_file), str(out)]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=child_environment(device, triton_cache=folder / "triton"),
-    )
-    if done.returncode:
-        raise SystemExit(f"decoding ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+    output_of(command, child_environment(device, triton_cache=folder / "triton"))
     results = json.loads(out.read_text(encoding="utf-8"))
     return [[Decoded(**fields) for fields in several] for several in results]
 
@@ -121,12 +120,11 @@ def main() -> None:
         folder = Path(temporary)
         paths = {"fast": args.path, "vanilla": args.fairseq_path}
         model_of = {"fairseq": "vanilla", "plain": "fast", "fast": "fast"}
+        at_once = torch.cuda.device_count() if args.side_by_side else 1
         names = {model_of[contender] for contender in args.contender}
         missing = sorted(name for name in names if paths[name] is None)
         trained = on_gpus(
-            lambda name, device: train_model(name, data, folder, args, device),
-            missing,
-            side_by_side=args.side_by_side,
+            lambda name, device: train_model(name, data, folder, args, device), missing, at_once=at_once
         )
         paths |= dict(zip(missing, trained, strict=True))
         specs = {
@@ -163,7 +161,7 @@ def main() -> None:
             for key, several in zip(specs, timed_generation([*specs.values()], folder), strict=True):
                 keep(*key, several)
         else:
-            list(on_gpus(measure, specs, side_by_side=args.side_by_side))
+            list(on_gpus(measure, specs, at_once=at_once))
     run.print_table()
     failed = False
     for (dtype, batch_size), found in best.items():

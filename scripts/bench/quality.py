@@ -10,36 +10,24 @@ their random numbers of dropout, too: what counts is whether the means are furth
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-import torch
-from contenders import SIZES, child_environment, data_folder, training_flags
+from contenders import (
+    ONLY_LAST,
+    SIZES,
+    USER_DIR,
+    child_environment,
+    data_folder,
+    on_gpus,
+    output_of,
+    training_flags,
+)
 from results import Run, add_common_flags, settle_common_flags
 
 from surface_fusion.scoring import Score, parse_generate_output, score_text
-
-
-def run_quietly(device: int | None, *command: str) -> str:
-    """The output of a Python program of ours or fairseq's.
-
-    Raises:
-        SystemExit: it failed; with the end of its output.
-    """
-    done = subprocess.run(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=child_environment(device),
-    )
-    if done.returncode:
-        raise SystemExit(f"{command[1]} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
-    return done.stdout
 
 
 def bleu(
@@ -55,15 +43,16 @@ def bleu(
         cpu=args.cpu,
     )
     flags += ["--seed", str(seed), "--warmup-updates", str(args.updates // 4), "--dropout", "0.1"]
-    flags += ["--max-update", str(args.updates), "--save-interval", "1000000", "--no-epoch-checkpoints"]
-    run_quietly(device, "-m", "fairseq_cli.train", *flags, "--save-dir", str(folder))
+    flags += ["--max-update", str(args.updates), *ONLY_LAST, "--save-dir", str(folder)]
+    environment = child_environment(device)
+    output_of([sys.executable, "-m", "fairseq_cli.train", *flags], environment)
     flags = [str(data), "--path", str(folder / "checkpoint_last.pt"), "--beam", "4", "--batch-size", "64"]
-    flags += ["--remove-bpe", "sentencepiece", "--max-len-a", "1.2", "--max-len-b", "10"]
-    flags += ["--user-dir", str(Path(__file__).parents[2] / "surface_fusion")]
+    flags += ["--remove-bpe", "sentencepiece", "--max-len-a", "1.2", "--max-len-b", "10", *USER_DIR]
     flags += ["--model-overrides", repr({"sf_plain": True} if contender == "plain" else {})]
     flags += ["--cpu"] if args.cpu else []
     flags += ["--fp16"] if args.dtype == ["fp16"] else []
-    found = parse_generate_output(run_quietly(device, "-m", "fairseq_cli.generate", *flags).splitlines())
+    printed = output_of([sys.executable, "-m", "fairseq_cli.generate", *flags], environment)
+    found = parse_generate_output(printed.splitlines())
     return score_text(found.text, found.tokenised_references)[0]
 
 
@@ -87,29 +76,26 @@ def main() -> None:
     args.size = args.size or ("tiny" if args.quick else "demo")
 
     run = Run("quality", args.out, args.cpu)
+    keys = list(product(args.contender, args.seeds))
+    values: dict[str, list[float]] = {contender: [] for contender in args.contender}
+    setting = {"size": args.size, "updates": args.updates, "max_tokens": args.max_tokens}
+    setting |= {"dtype": args.dtype[0], "mode": "hard"}
     with (
         data_folder(args.data, args.quick) as data,
         tempfile.TemporaryDirectory(prefix="bench-") as temporary,
-        ThreadPoolExecutor(args.jobs) as pool,
     ):
-        keys = list(product(args.contender, args.seeds))
-        gpus = 0 if args.cpu else torch.cuda.device_count()
-        futures = {
-            key: pool.submit(
-                bleu, *key, data, Path(temporary, "-".join(map(str, key))), i % gpus if gpus else None, args
-            )
-            for i, key in enumerate(keys)
-        }
-        values: dict[str, list[float]] = {contender: [] for contender in args.contender}
-        setting = {"size": args.size, "updates": args.updates, "max_tokens": args.max_tokens}
-        setting |= {"dtype": args.dtype[0], "mode": "hard"}
-        for (contender, seed), future in futures.items():
-            found = future.result()
-            values[contender].append(found.value)
-            run.add("quality", contender, {**setting, "seed": seed}, found.value, "BLEU")
+
+        def measure(key: tuple[str, int], device: int | None) -> Score:
+            contender, seed = key
+            return bleu(contender, seed, data, Path(temporary, f"{contender}-{seed}"), device, args)
+
+        found = on_gpus(measure, keys, at_once=args.jobs)
+        for (contender, seed), score in zip(keys, found, strict=True):
+            values[contender].append(score.value)
+            run.add("quality", contender, {**setting, "seed": seed}, score.value, "BLEU")
     for contender, several in values.items():
         spread = f" ± {statistics.stdev(several):.2f}" if len(several) > 1 else ""
-        print(f"{contender}: {statistics.mean(several):.2f}{spread} (n={len(several)}, {found.signature})")
+        print(f"{contender}: {statistics.mean(several):.2f}{spread} (n={len(several)}, {score.signature})")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def timed_training(
         for rank in range(gpus):
             own = ["--distributed-rank", str(rank), "--device-id", str(rank)] if gpus > 1 else []
             limits = [str(outs[rank]), str(cold), str(steady), str(most)]
-            command = [sys.executable, script, *limits, *flags, *together, *own]
+            place = ["--save-dir", folder]  # fairseq makes it in any case; flags may name another
+            command = [sys.executable, script, *limits, *place, *flags, *together, *own]
             with open(logs[rank], "w") as log:
                 environment = child_environment(device, triton_cache=Path(folder, "triton"))
                 processes.append(
@@ -204,7 +205,8 @@ def main() -> None:
                     print(f"{contender}: the steady state did not begin within {args.updates} updates")
 
         settings = product(args.gpus, batches, args.dtype, args.contender)
-        list(on_gpus(measure, settings, side_by_side=args.side_by_side))
+        at_once = torch.cuda.device_count() if args.side_by_side else 1
+        list(on_gpus(measure, settings, at_once=at_once))
     run.print_table()
 
 

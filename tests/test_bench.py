@@ -67,6 +67,34 @@ def test_rows_are_appended_and_none_is_lost(tmp_path: Path) -> None:
     assert [path.name for path in table.parent.iterdir()] == ["train.csv"]
 
 
+def test_nothing_is_begun_after_a_failure() -> None:
+    begun = []
+
+    def work(item: int, device: int | None) -> None:
+        begun.append(item)
+        raise SystemExit(f"{item} failed")
+
+    with pytest.raises(SystemExit, match="0 failed"):
+        list(script("contenders").on_gpus(work, range(100), at_once=1))
+    assert begun == [0]
+
+
+def test_each_batch_size_has_its_own_batches() -> None:
+    """fairseq handed out the batches that it had made first, so all sizes were decoded in that of the first."""
+    from fairseq.data import Dictionary, LanguagePairDataset
+    from fairseq.tasks.translation import TranslationConfig, TranslationTask
+    from omegaconf import OmegaConf
+
+    words = Dictionary()
+    task = TranslationTask(TranslationConfig(source_lang="en", target_lang="ro"), words, words)
+    sentences = [torch.tensor([words.eos()])] * 24
+    task.datasets["test"] = LanguagePairDataset(sentences, [1] * 24, words)
+    cfg = OmegaConf.create({"dataset": {"required_batch_size_multiple": 8}})
+    collated = script("timed_generation").collated
+    sizes = [[len(batch["id"]) for batch in collated(task, cfg, [], size, None)] for size in (1, 8)]
+    assert sizes == [[1] * 24, [8] * 3]
+
+
 def test_a_table_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     results = script("results")
     table = tmp_path / "other.csv"

@@ -176,7 +176,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     optimizer = build(model)
 
     def loss() -> Tensor:
-        value = model(torch.ones(2, 5)).square().sum()
+        value = model(torch.ones(2, 5, device=HERE)).square().sum()
         value.backward()
         return value
 
@@ -522,7 +522,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_gpu_gives_the_cpus_numbers(dtype: torch.dtype) -> None:
-    models = [network(dtype), network(dtype).cuda()]
+    models = [network(dtype).cpu(), network(dtype).cuda()]
     for model in models:
         half = dtype != torch.float32
         optimizer = wrapped(MemoryEfficientFP16Optimizer, model) if half else build(model)

@@ -5,8 +5,9 @@ import os
 import queue
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -125,7 +126,8 @@ def output_of(command: Sequence[str], environment: dict[str, str]) -> str:
     )
     if done.returncode:
         name = " ".join(command[1:3])
-        raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+        last = "\n".join(line[:300] for line in done.stdout.splitlines()[-80:])
+        raise SystemExit(f"{name} ended with status {done.returncode}:\n{last}")
     return done.stdout
 
 
@@ -138,17 +140,24 @@ def on_gpus(
 ) -> Iterator[Result]:
     """``work(item, device)`` for each item, in their order; *at_once* of them, spread over the GPUs.
 
-    One at a time has all GPUs: device None, as where there is none.
+    One at a time has all GPUs: device None, as where there is none. After a failure nothing more is begun.
     """
     gpus = torch.cuda.device_count() if at_once > 1 else 0
     free = queue.SimpleQueue[int | None]()
     for i in range(at_once):
         free.put(i % gpus if gpus else None)
 
+    failed = threading.Event()
+
     def on_free_gpu(item: Item) -> Result:
+        if failed.is_set():
+            raise CancelledError
         device = free.get()
         try:
             return work(item, device)
+        except BaseException:
+            failed.set()
+            raise
         finally:
             free.put(device)
 

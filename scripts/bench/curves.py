@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from contenders import SIZES, child_environment, data_folder, output_of, training_flags
+from contenders import SIZES, child_environment, data_folder, on_gpus, output_of, training_flags
 from results import Run, add_common_flags, settle_common_flags
 
 CHECKPOINTS = (20, 100, 200, 300, 400, 500)
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, metavar="N", help="default: 500")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: demo")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 2048")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
     add_common_flags(parser, "curves")
     args = parser.parse_args()
     args.dtype = ["fp32"]
@@ -90,20 +91,25 @@ def main() -> None:
     updates = args.updates or (6 if args.quick else 500)
 
     run = Run("curves", args.out, args.cpu)
-    curves: dict[tuple[str, str], list[float]] = {}
+    keys = list(product(("plain", "fast"), ("straight", "reversed")))
     with (
         data_folder(args.data, args.quick) as data,
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
     ):
-        for contender, order in product(("plain", "fast"), ("straight", "reversed")):
+
+        def measure(key: tuple[str, str], device: int | None) -> list[float]:
+            contender, order = key
             max_tokens = args.max_tokens or (800 if args.quick else 2048)
             shared: dict[str, Any] = {"size": size, "max_tokens": max_tokens, "dtype": "fp32", "workers": 0}
             flags = training_flags(contender, data, **shared, cpu=args.cpu)
             out = Path(folder, f"{contender}-{order}.json")
             command = [sys.executable, __file__, "--child", str(out), order, *flags, *FIXED]
             command += ["--max-update", str(updates), "--save-dir", folder]
-            output_of(command, child_environment())
-            curves[contender, order] = json.loads(out.read_text(encoding="utf-8"))
+            output_of(command, child_environment(device))
+            losses: list[float] = json.loads(out.read_text(encoding="utf-8"))
+            return losses
+
+        curves = dict(zip(keys, on_gpus(measure, keys, at_once=args.jobs), strict=True))
     reference = curves["plain", "straight"]
     for (contender, order), curve in curves.items():
         apart = [abs(a - b) / abs(b) for a, b in zip(curve, reference, strict=True)]

@@ -92,6 +92,7 @@ def collated(task: Any, cfg: Any, models: list[Any], batch_size: int, first: int
         ignore_invalid_inputs=True,
         required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
         num_workers=0,
+        disable_iterator_cache=True,  # or it gives the batches that it made first, whatever is asked for
     ).next_epoch_itr(shuffle=False)
     return [batch for batch in batches if first is None or int(batch["id"][0]) < first]
 

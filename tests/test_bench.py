@@ -80,7 +80,7 @@ def test_nothing_is_begun_after_a_failure() -> None:
 
 
 def test_each_batch_size_has_its_own_batches() -> None:
-    """fairseq handed out the batches that it had made first, so all sizes were decoded in that of the first."""
+    """fairseq handed out the batches that it had made first, whatever the size."""
     from fairseq.data import Dictionary, LanguagePairDataset
     from fairseq.tasks.translation import TranslationConfig, TranslationTask
     from omegaconf import OmegaConf

@@ -87,12 +87,13 @@ def main() -> None:
 
         def measure(key: tuple[str, int], device: int | None) -> Score:
             contender, seed = key
-            return bleu(contender, seed, data, Path(temporary, f"{contender}-{seed}"), device, args)
+            score = bleu(contender, seed, data, Path(temporary, f"{contender}-{seed}"), device, args)
+            run.add("quality", contender, {**setting, "seed": seed}, score.value, "BLEU")
+            return score
 
         found = on_gpus(measure, keys, at_once=args.jobs)
-        for (contender, seed), score in zip(keys, found, strict=True):
+        for (contender, _), score in zip(keys, found, strict=True):
             values[contender].append(score.value)
-            run.add("quality", contender, {**setting, "seed": seed}, score.value, "BLEU")
     for contender, several in values.items():
         spread = f" ± {statistics.stdev(several):.2f}" if len(several) > 1 else ""
         print(f"{contender}: {statistics.mean(several):.2f}{spread} (n={len(several)}, {score.signature})")

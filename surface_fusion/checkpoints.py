@@ -6,10 +6,13 @@ Transformer has none of the fusion's parameters.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.extra_layers import start_layers_as_plain
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +20,7 @@ logger = logging.getLogger(__name__)
 # Always there in a checkpoint of the published code, and how it is known.
 PUBLISHED = ("decoder.meanmaxweight", "decoder.tgt_out_dim.weight", "decoder.src_out_dim.weight")
 
-# Parameters that the published code adds to a Transformer, by the start of their names.
+# Parameters that surface fusion adds to a Transformer, by the start of their names.
 FUSION_PARAMETERS = (
     "decoder.sf_attn.",
     "decoder.fc1.",
@@ -26,48 +29,97 @@ FUSION_PARAMETERS = (
     "decoder.src_out_dim.",
     "decoder.meanmaxweight",
 )
-ENCODER_FUSION_PARAMETERS = (
-    "decoder.ta_weight",
-    "decoder.ta_final_layernorm.",
-    "decoder.layer_positions",
-    "encoder.layernorm_srcemb.",
-)
+# The published names of transparent attention's parameters, and ours. (One more was never used.)
+PUBLISHED_LAYER_ATTENTION = {
+    "decoder.ta_weight": "encoder.fusion.weight",
+    "decoder.ta_final_layernorm.": "encoder.fusion.layer_norm.",
+    "encoder.layernorm_srcemb.": "encoder.fusion.embedding_norm.",
+}
+OUR_ENCODER_FUSION = ("encoder.fusion.", "encoder.combination.", "decoder.combination.")
+ENCODER_FUSION_PARAMETERS = (*OUR_ENCODER_FUSION, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
 
 
 def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     """Make *state_dict* fit *model*, in place, as far as that is honest.
 
-    * parameters that the published code allocated and never used are dropped, with one log line;
+    * parameters of the published code get our names; those that it allocated and never used are dropped,
+      with one log line;
     * those of a fused model are dropped by a plain one, with a warning;
-    * a plain Transformer's checkpoint, which has no fusion parameter at all, keeps the model's fresh ones,
-      with one log line.
+    * a checkpoint without surface fusion, or without encoder layer fusion, lets the model keep its fresh
+      parameters of that, with one log line. Where the method allows it they begin as the plain Transformer.
 
     Raises:
         SurfaceFusionError: some fusion parameters are missing, some were trained but are not wanted, one
             has another shape, or the dictionaries differ in size.
     """
     wanted = model.state_dict()
+    published = all(name in state_dict for name in PUBLISHED)
+    if model.cfg.memory_per_layer:
+        _rename_layer_attention(state_dict)
+    plain = model.cfg.surfacefusion is None and model.cfg.encoder_fusion is None
+    _drop_unused(model, state_dict, wanted, published, plain)
+    extra = tuple(f"encoder.layers.{i}." for i in model.cfg.extra_layer_numbers)
+    families: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
+        "surface": (FUSION_PARAMETERS, lambda model: model.decoder.start_as_plain()),
+        "encoder layer": (OUR_ENCODER_FUSION + extra, _start_encoder_as_plain),
+    }
+    for family, (names, start_as_plain) in families.items():
+        missing = [n for n in wanted if n.startswith(names) and n not in state_dict]
+        if not missing:
+            continue
+        if any(n.startswith(names) for n in state_dict):
+            raise _logged(
+                f"the checkpoint lacks the fusion parameters {', '.join(missing)}; give the flags that it "
+                "was trained with"
+            )
+        start_as_plain(model)
+        logger.info(
+            f"the checkpoint has no {family} fusion: {len(missing)} fusion parameters keep their fresh "
+            f"values ({', '.join(missing)})"
+        )
+        state_dict.update({name: wanted[name] for name in missing})
+    _check_shapes(wanted, state_dict)
+
+
+def _start_encoder_as_plain(model: Any) -> None:
+    fusion = getattr(model.encoder, "fusion", None)
+    if isinstance(fusion, EncoderFusion):
+        fusion.start_as_plain()
+    start_layers_as_plain(model.encoder.layers[i] for i in model.cfg.extra_layer_numbers)
+
+
+def _rename_layer_attention(state_dict: dict[str, Tensor]) -> None:
+    for name in list(state_dict):
+        for old, new in PUBLISHED_LAYER_ATTENTION.items():
+            if name.startswith(old):
+                state_dict[new + name[len(old) :]] = state_dict.pop(name)
+
+
+def _drop_unused(
+    model: Any, state_dict: dict[str, Tensor], wanted: dict[str, Tensor], published: bool, plain: bool
+) -> None:
     unused = [
         name
         for name in state_dict
         if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in wanted
     ]
-    had_fusion = any(name.startswith(FUSION_PARAMETERS) for name in state_dict)
     # fc1 and fc2 are allocated where they are used; the attention also for mean and max.
-    never_used = PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
-    published = all(name in state_dict for name in PUBLISHED)
-    for name in unused:
-        known = published and name.startswith(never_used + ENCODER_FUSION_PARAMETERS)
-        if model.cfg.surfacefusion is not None and not known:
-            raise _logged(
-                f"the checkpoint was trained with fusion parameters that this model has no use for "
-                f"({', '.join(unused)}); give the flags that it was trained with"
-            )
+    never_used: tuple[str, ...] = (
+        PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
+    )
+    never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+    if model.cfg.surfacefusion is None:
+        never_used += FUSION_PARAMETERS  # the published code had no other way to switch it off than gate 1
+    if not plain and not (published and all(name.startswith(never_used) for name in unused)) and unused:
+        raise _logged(
+            f"the checkpoint was trained with fusion parameters that this model has no use for "
+            f"({', '.join(unused)}); give the flags that it was trained with"
+        )
     for name in unused:
         del state_dict[name]
-    if unused and model.cfg.surfacefusion is None:
+    if unused and plain:
         logger.warning(
-            f"dropped {len(unused)} parameters of surface fusion ({', '.join(unused)}): this model is a "
+            f"dropped {len(unused)} parameters of fusion ({', '.join(unused)}): this model is a "
             "plain Transformer; if that is not meant, give the flags that the checkpoint was trained with"
         )
     elif unused:
@@ -75,19 +127,6 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
             f"dropped {len(unused)} parameters that the published code allocated but this model never uses "
             f"({', '.join(unused)}); to go on training from this checkpoint, add --reset-optimizer"
         )
-    missing = [n for n in wanted if n.startswith(FUSION_PARAMETERS) and n not in state_dict]
-    if missing and had_fusion:
-        raise _logged(
-            f"the checkpoint lacks the fusion parameters {', '.join(missing)}; give the flags that it was "
-            "trained with"
-        )
-    if missing:
-        logger.info(
-            f"the checkpoint is a plain Transformer's: {len(missing)} fusion parameters keep their fresh "
-            f"values ({', '.join(missing)})"
-        )
-        state_dict.update({name: wanted[name] for name in missing})
-    _check_shapes(wanted, state_dict)
 
 
 def _check_shapes(wanted: dict[str, Tensor], state_dict: dict[str, Tensor]) -> None:

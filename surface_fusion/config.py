@@ -13,10 +13,10 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models.transformer import TransformerConfig
 from omegaconf import DictConfig
 
 from surface_fusion.distributions import MODES, Mode
+from surface_fusion.encoder_fusion.config import EncoderFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -36,19 +36,11 @@ PLAIN_HELP = (
 )
 """Of ``--sf-plain``, a flag of model, criterion and optimizer alike."""
 
-# Published flags of models that this version cannot build: (attribute, value that asks for it).
-NOT_SUPPORTED_YET = (
-    ("transparent_attention", True),
-    ("no_encoder_fnn", True),
-    ("no_decoder_fnn", True),
-    ("addtional_source_output", "final"),
-)
-
 
 # Optional[X], not X | None: fairseq's parser knows only the former.
 @dataclass
-class SurfaceFusionConfig(TransformerConfig):
-    """fairseq's Transformer and what SurfaceFusion (Liu et al., ICLR 2021) adds to it."""
+class SurfaceFusionConfig(EncoderFusionConfig):
+    """fairseq's Transformer, encoder layer fusion, and what SurfaceFusion (Liu et al., ICLR 2021) adds."""
 
     surfacefusion: Optional[SurfaceSource] = field(  # type: ignore[valid-type]
         default=None,
@@ -130,6 +122,18 @@ class SurfaceFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
     )
+    source_word_dropout: float = field(
+        default=0.0, metadata={"help": "probability of leaving out a source word in training"}
+    )
+    target_word_dropout: float = field(
+        default=0.0, metadata={"help": "probability of leaving out a target word in training"}
+    )
+    no_encoder_fnn: bool = field(
+        default=False, metadata={"help": "encoder layers without their feed-forward sublayer"}
+    )
+    no_decoder_fnn: bool = field(
+        default=False, metadata={"help": "decoder layers without their feed-forward sublayer"}
+    )
     sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
     def __post_init__(self) -> None:
@@ -147,6 +151,16 @@ class SurfaceFusionConfig(TransformerConfig):
     def learned_gate(self) -> bool:
         """Whether hard fusion weighs the branches by a learned gate (``--sf-gate 0``)."""
         return self.surfacefusion is not None and self.mode.gated and self.sf_gate == 0
+
+    @property
+    def fairseqs_own(self) -> bool:
+        """Whether fairseq's encoder and decoder are all that the flags ask for."""
+        ours = (
+            *(self.surfacefusion is not None, self.encoder_fusion not in (None, "extra-layers")),
+            *(self.layer_wise_attention, self.no_encoder_fnn, self.no_decoder_fnn),
+            *(self.source_word_dropout > 0, self.target_word_dropout > 0),
+        )
+        return self.sf_plain and not any(ours)
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -189,20 +203,19 @@ class SurfaceFusionConfig(TransformerConfig):
 
     def check(self) -> None:
         """Raise :class:`SurfaceFusionError` on the first value that no model can be built with."""
-        for name, unsupported in NOT_SUPPORTED_YET:
-            if self.__dict__.get(name) == unsupported:
-                flag = "--" + name.replace("_", "-")
-                raise SurfaceFusionError(
-                    f"{flag} {'' if unsupported is True else unsupported} (transparent attention and other "
-                    "published encoder fusions) is not supported by this version of surface-fusion yet"
-                )
+        if self.__dict__.get("addtional_source_output") == "final":
+            raise SurfaceFusionError(
+                "--addtional-source-output final crashed in the published code and is not there; leave it out"
+            )
         for name in ("source_word_dropout", "target_word_dropout"):
-            if self.__dict__.get(name):
-                logger.warning(
-                    f"--{name.replace('_', '-')} {self.__dict__[name]} of the published code is not "
-                    "supported by this version yet: translations do not change, but further training is "
-                    "without it"
-                )
+            if not 0 <= getattr(self, name) < 1:
+                flag = "--" + name.replace("_", "-")
+                raise SurfaceFusionError(f"{flag} {getattr(self, name)} is no probability below 1")
+        if self.target_word_dropout > 0 and self.decoder.input_dim != self.decoder.embed_dim:
+            raise SurfaceFusionError(
+                f"--target-word-dropout needs --decoder-input-dim ({self.decoder.input_dim}) to equal "
+                f"--decoder-embed-dim ({self.decoder.embed_dim})"
+            )
         heads = (
             ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),
             ("decoder", self.decoder.embed_dim, self.decoder.attention_heads),
@@ -218,6 +231,7 @@ class SurfaceFusionConfig(TransformerConfig):
                 f"--layer-wise-attention needs an encoder layer for each decoder layer, got "
                 f"{self.encoder.layers} encoder and {self.decoder.layers} decoder layers"
             )
+        self.check_encoder_fusion()
         spare = self.encoder.layers - self.decoder.layers
         if self.layer_wise_attention and spare and not (self.surfacefusion == "att" and self.sf_no_detach):
             logger.warning(
@@ -278,38 +292,3 @@ class SurfaceFusionConfig(TransformerConfig):
                 f"({self.encoder.embed_dim}) to equal --decoder-output-dim "
                 f"({self.decoder.output_dim}); use att or equal sizes"
             )
-
-
-def flatten_sections(args: Any) -> None:
-    """Make ``encoder: {layers: 3}`` of a YAML config ``encoder_layers``, which architectures read."""
-    if isinstance(args, DictConfig):
-        for section in SECTIONS:
-            for name, value in (args.pop(section, None) or {}).items():
-                args[f"{section}_{name}"] = value
-
-
-def fill_defaults(args: Any) -> None:
-    """Set each of our fields that *args* lacks, and settle what the published code left unclear.
-
-    Works on the Namespace of the command line or an old checkpoint, and on a YAML config. It is
-    idempotent, so that what a checkpoint stores is what was trained:
-
-    * ``--sf-ffn`` and ``--sf-no-posedemb`` were always on from the published command line;
-    * checkpoints of the published code (they alone carry the misspelt ``sf_fuision_mode``) pooled
-      over ids >= 50, and some carry only the misspelt name of the mode.
-    """
-    published = hasattr(args, "sf_fuision_mode")
-    if published and not hasattr(args, "sf_mode"):
-        args.sf_mode = args.sf_fuision_mode
-    if published and not hasattr(args, "sf_pool_published"):
-        args.sf_pool_published = True
-    if published and getattr(args, "ta_posedemb", False):
-        args.sf_no_posedemb = False  # also without transparent attention
-    inherited = {f.name for f in fields(TransformerConfig)}
-    for f in fields(SurfaceFusionConfig):
-        if f.name not in inherited and not hasattr(args, f.name):
-            setattr(args, f.name, f.default)
-    if args.sf_ffn is None or args.no_sf_ffn:
-        args.sf_ffn = not args.no_sf_ffn
-    if args.sf_no_posedemb is None or args.sf_posedemb:
-        args.sf_no_posedemb = not args.sf_posedemb

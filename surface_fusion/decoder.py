@@ -28,13 +28,17 @@ from surface_fusion.distributions import (
     hard_log_probs,
     log_softmax,
 )
+from surface_fusion.encoder_fusion import build_combination
+from surface_fusion.encoder_fusion.stack import CombinedLayers
 from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
+from surface_fusion.no_feed_forward import without_feed_forward
+from surface_fusion.word_dropout import WordDropout
 
 
 class SurfaceFusionDecoder(TransformerDecoderBase):
-    """Transformer decoder with surface fusion, layer-wise attention, or both."""
+    """Transformer decoder with surface fusion, layers that read all before them, layer-wise attention."""
 
     layers: Any  # fairseq's ModuleList
     get_incremental_state: Any  # fairseq's, untyped
@@ -44,11 +48,16 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)
         self.dropout_module.module_name = "TransformerDecoder"  # for --retain-dropout-modules
         self.fast_decoding = FastDecoding()
-        if cfg.layer_wise_attention:
+        if cfg.memory_per_layer:
             for i in range(len(self.layers)):
                 getattr(self.layers[i], "module", self.layers[i]).memory_index = i
         if self.decoder_layerdrop > 0:
             self.layers = DepthKeepingLayerDrop(self.layers, skip_decoder_layer)
+        if cfg.target_word_dropout > 0:
+            self.project_in_dim = WordDropout(cfg.target_word_dropout)  # before the positions are added
+        self.combination = build_combination(cfg, cfg.decoder, self.embed_dim)
+        if self.combination is not None:
+            self.layers = CombinedLayers(self.layers, self.combination)
         if cfg.surfacefusion is not None:
             self._build_fusion(cfg)
 
@@ -75,11 +84,25 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
             self.meanmaxweight = nn.Parameter(torch.empty(1, 2 * dim))
             nn.init.normal_(self.meanmaxweight, std=dim**-0.5)
 
+    @torch.no_grad()
+    def start_as_plain(self) -> None:
+        """Let the target branch be the plain decoder's; in soft and postnorm the distribution is, too."""
+        plain = [self.fc2] if self.cfg.sf_ffn else []
+        if self.cfg.surfacefusion == "att" and not self.paired and not self.cfg.mode.gated:
+            plain.append(self.sf_attn.out_proj)
+        for module in plain:
+            module.weight.zero_()
+            module.bias.zero_()
+        if self.cfg.sf_linear:
+            nn.init.eye_(self.tgt_out_dim.weight)
+
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Any:
-        """As fairseq; with ``--layer-wise-attention`` a layer that picks its own memory."""
-        if not cfg.layer_wise_attention:
-            return super().build_decoder_layer(cfg, no_encoder_attn)
-        return wrap_layer(LayerwiseDecoderLayer(cfg, no_encoder_attn), cfg)
+        """As fairseq; a layer that picks its own memory where each has one."""
+        if cfg.memory_per_layer:
+            layer = wrap_layer(LayerwiseDecoderLayer(cfg, no_encoder_attn), cfg)
+        else:
+            layer = super().build_decoder_layer(cfg, no_encoder_attn)
+        return without_feed_forward(layer) if cfg.no_decoder_fnn else layer
 
     def forward(
         self,

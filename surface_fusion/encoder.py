@@ -6,8 +6,10 @@
   input; dropped out by the very mask of the encoder's input;
 * ``mean``, ``max``: one pooled vector a sentence, B x 1 x C, with its own dropout.
 
-fairseq reorders that entry in beam search like the rest. With ``--layer-wise-attention``
-``encoder_out["encoder_out"]`` holds all layers' outputs, see ``layerwise.py``.
+fairseq reorders that entry in beam search like the rest. ``encoder_out["encoder_out"]`` holds what
+``--encoder-fusion`` makes of the layers' outputs. Where each decoder layer reads something of its own
+(``--layer-wise-attention``, transparent attention) it holds all of that side by side and the encoder's output
+at the end, see ``layerwise.py``.
 """
 
 from collections.abc import Mapping
@@ -17,22 +19,41 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
+from surface_fusion.encoder_fusion import LayerAttention, build_combination, build_fusion
+from surface_fusion.encoder_fusion.stack import CombinedLayers
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.layerwise import side_by_side
+from surface_fusion.no_feed_forward import without_feed_forward
 from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
+from surface_fusion.word_dropout import WordDropout
 
 
 class SurfaceFusionEncoder(TransformerEncoderBase):
-    """Transformer encoder for surface fusion, layer-wise attention, or both."""
+    """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
 
     layers: Any  # fairseq's ModuleList
+    fusion: Any
+    """Of the output, for each decoder layer, or None."""
+    combination: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         self.dropout_module.module_name = "TransformerEncoder"  # for --retain-dropout-modules
         if self.encoder_layerdrop > 0:
             self.layers = DepthKeepingLayerDrop(self.layers, skip_encoder_layer)
+        self.word_dropout = WordDropout(cfg.source_word_dropout) if cfg.source_word_dropout > 0 else None
+        self.fusion = build_fusion(cfg)
+        self.combination = build_combination(cfg, cfg.encoder, cfg.encoder.embed_dim)
+        if self.combination is not None:
+            self.layers = CombinedLayers(self.layers, self.combination)
+        if isinstance(self.fusion, LayerAttention) and self.layer_norm is not None:
+            self.layer_norm.requires_grad_(False)  # only the surface's key is normed by it, without gradient
+
+    def build_encoder_layer(self, cfg: Any) -> Any:
+        """As fairseq; with ``--no-encoder-fnn`` without the feed-forward sublayer."""
+        layer = super().build_encoder_layer(cfg)
+        return without_feed_forward(layer) if cfg.no_encoder_fnn else layer
 
     def forward(
         self,
@@ -42,13 +63,37 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:
         """As fairseq's encoder, see the module's head for the two entries that differ."""
-        layer_wise = self.cfg.layer_wise_attention
-        out = super().forward(src_tokens, src_lengths, return_all_hiddens or layer_wise, token_embeddings)
-        if layer_wise:
+        if self.word_dropout is not None and self.training:
+            if token_embeddings is None:
+                token_embeddings = self.embed_tokens(src_tokens)
+            token_embeddings = self.word_dropout(token_embeddings)
+        states = return_all_hiddens or self.cfg.layer_wise_attention or self.fusion is not None
+        out = super().forward(src_tokens, src_lengths, states, token_embeddings)
+        if self.cfg.layer_wise_attention:
             out["encoder_out"] = [side_by_side(out["encoder_states"], out["encoder_out"][0])]
-            if not return_all_hiddens:
-                out["encoder_states"] = []
+        elif self.fusion is not None:
+            out["encoder_out"] = [self._fused(out, src_tokens, token_embeddings)]
+        if not return_all_hiddens:
+            out["encoder_states"] = []
         return out
+
+    def _fused(
+        self, out: dict[str, list[Tensor]], src_tokens: Tensor, token_embeddings: Tensor | None
+    ) -> Tensor:
+        """What the decoder attends to: S x B x C, or S x B x (M C) and more for M decoder layers."""
+        states = out["encoder_states"]
+        if not self.cfg.encoder_fusion_embedding:
+            states = states[1:]
+        elif isinstance(self.fusion, LayerAttention) and not self.cfg.ta_posedemb:
+            embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings
+            states = [self.embed_scale * embed.transpose(0, 1), *states[1:]]
+        fused: Tensor = self.fusion(states)
+        if isinstance(self.fusion, LayerAttention):
+            # The surface's key stays the encoder's own output.
+            return (
+                torch.cat([fused, *out["encoder_out"]], dim=-1) if self.cfg.surfacefusion == "att" else fused
+            )
+        return fused if self.layer_norm is None else self.layer_norm(fused)
 
     def reorder_encoder_out(
         self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor

@@ -25,17 +25,17 @@ def side_by_side(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
 
 
 class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
-    """A decoder layer that takes its own slice of the encoder layers' outputs."""
+    """A decoder layer that takes its own slice of what the encoder hands over side by side."""
 
     memory_index: int
-    """Which encoder layer to attend to; set by the decoder."""
+    """Which slice to attend to; set by the decoder."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False) -> None:
         super().__init__(cfg, no_encoder_attn)
         self.memory_dim = cfg.encoder.embed_dim
 
     def forward(self, x: Tensor, encoder_out: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's layer; *encoder_out* is S x B x (L C), see :func:`side_by_side`."""
+        """As fairseq's layer; *encoder_out* is S x B x (L C), or longer."""
         if encoder_out is not None:
             encoder_out = encoder_out.narrow(-1, self.memory_index * self.memory_dim, self.memory_dim)
         return super().forward(x, encoder_out, *args, **kwargs)

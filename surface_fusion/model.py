@@ -11,6 +11,7 @@ from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.groups import group_parameters
 from surface_fusion.pruning import settle_pruning
@@ -22,8 +23,9 @@ MODEL_NAME = "transformer_surface_fusion"
 class SurfaceFusionModel(TransformerModelBase):
     """Transformer whose softmax layer also reads the source embeddings.
 
-    Without ``--surfacefusion`` and ``--layer-wise-attention``, with ``--sf-plain``, it is built of
-    fairseq's own encoder and decoder. Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
+    With ``--sf-plain`` and no flag that fuses, it is built of fairseq's own encoder and decoder.
+
+    Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
 
     _walked: tuple[nn.Module, ...] = ()
@@ -56,14 +58,16 @@ class SurfaceFusionModel(TransformerModelBase):
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
         """fairseq's encoder with ``--sf-plain`` where no flag asks for ours."""
-        if cfg.sf_plain and cfg.surfacefusion is None and not cfg.layer_wise_attention:
+        if cfg.encoder_fusion == "extra-layers":
+            cfg = with_extra_layers(cfg)
+        if cfg.fairseqs_own:
             return super().build_encoder(cfg, src_dict, embed_tokens)
         return SurfaceFusionEncoder(cfg, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, cfg: SurfaceFusionConfig, tgt_dict: Any, embed_tokens: Any) -> Any:
         """fairseq's decoder with ``--sf-plain`` where no flag asks for ours."""
-        if cfg.sf_plain and cfg.surfacefusion is None and not cfg.layer_wise_attention:
+        if cfg.fairseqs_own:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf, open_dict
 from tiny import ARCH, SIZES, batch, build, data_folder, log_probs, parse
 
 from surface_fusion.architectures import base_architecture
-from surface_fusion.config import SurfaceFusionConfig, fill_defaults
+from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.defaults import fill_defaults
 from surface_fusion.errors import SurfaceFusionError
 
 ATT = ("--surfacefusion", "att")
@@ -221,9 +222,8 @@ def test_pooled_sources_need_equal_widths(source: str, option: str) -> None:
     [
         ({"surfacefusion": "dot"}, "--surfacefusion dot: unknown, choose one of att, mean, max"),
         ({"sf_mode": "softest"}, "--sf-mode softest: unknown, choose one of hard, soft, postnorm, soft_5"),
-        ({"transparent_attention": True}, "--transparent-attention"),
-        ({"no_encoder_fnn": True}, "--no-encoder-fnn"),
-        ({"no_decoder_fnn": True}, "--no-decoder-fnn"),
+        ({"encoder_fusion": "mix"}, "--encoder-fusion mix: unknown, choose one of average, concat, dwatt, "),
+        ({"target_word_dropout": 1.0}, "--target-word-dropout 1.0 is no probability below 1"),
         ({"addtional_source_output": "final"}, "--addtional-source-output final"),
     ],
     ids=str,
@@ -365,8 +365,8 @@ def test_a_misspelt_yaml_key_is_refused(values: dict[str, Any], text: str) -> No
 
 
 def test_published_options_in_yaml_are_refused_too() -> None:
-    with pytest.raises(SurfaceFusionError, match="transparent_attention"):
-        yaml_model({**FLAT, "transparent_attention": True})
+    with pytest.raises(SurfaceFusionError, match="addtional_source_output"):
+        yaml_model({**FLAT, "addtional_source_output": "final"})
 
 
 @pytest.mark.parametrize(
@@ -412,16 +412,6 @@ def test_struct_flag_of_a_yaml_config_is_left_as_it_was() -> None:
     assert OmegaConf.is_struct(cfg)
     with open_dict(cfg):
         assert cfg.sf_ffn is True
-
-
-def test_published_word_dropout_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
-    args = parse(*SIZES, *ATT)
-    args.target_word_dropout, args.source_word_dropout = 0.1, 0.0
-    SurfaceFusionConfig.from_namespace(args)
-    assert [r.message for r in caplog.records if "word-dropout" in r.message] == [
-        "--target-word-dropout 0.1 of the published code is not supported by this version yet: translations "
-        "do not change, but further training is without it"
-    ]
 
 
 @pytest.mark.parametrize("tau", ["nan", "inf", "-1"])

@@ -140,7 +140,7 @@ class DecodeCache:
         out = encoder_out.sentences
         memory, padding = out["encoder_out"][0], out["encoder_padding_mask"][0]
         length, count = memory.shape[:2]
-        layer_wise = bool(decoder.cfg.layer_wise_attention)
+        layer_wise = decoder.cfg.memory_per_layer
         projected = weights.source_keys_values(memory, layer_wise)
         heads, width = self.cross.shape[3], self.cross.shape[5]
         self.cross[:, :, :count, :, :length].copy_(projected.unflatten(-1, (heads, width)).transpose(3, 4))

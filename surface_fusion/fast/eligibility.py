@@ -22,11 +22,18 @@ from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.layerwise import LayerwiseDecoderLayer
+from surface_fusion.word_dropout import WordDropout
 
 DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
     *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
-    *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
+    *(
+        WordDropout,
+        LayerDropModuleList,
+        DepthKeepingLayerDrop,
+        TransformerDecoderLayerBase,
+        LayerwiseDecoderLayer,
+    ),
 }
 """What incremental decoding knows how to compute."""
 
@@ -83,6 +90,9 @@ def why_not_packed(model: Any) -> str | None:
     )
     for flag, reason in (
         (cfg.encoder.layerdrop > 0 or cfg.decoder.layerdrop > 0, "LayerDrop"),
+        (getattr(encoder, "combination", None) is not None, f"--encoder-fusion {cfg.encoder_fusion}"),
+        (cfg.no_encoder_fnn or cfg.no_decoder_fnn, "layers without feed-forward sublayer"),
+        (cfg.source_word_dropout > 0 or cfg.target_word_dropout > 0, "word dropout"),
         (cfg.checkpoint_activations, "--checkpoint-activations"),
         (cfg.quant_noise.pq > 0 or cfg.quant_noise.scalar > 0, "quantisation noise"),
         (cfg.adaptive_input, "--adaptive-input"),

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.fast.attention import attend, attend_self
 from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
 from surface_fusion.fast.flat import FlatParameters
@@ -23,7 +25,7 @@ from surface_fusion.pooling import PUBLISHED_FIRST_ID
 
 
 class Encoded(NamedTuple):
-    """What the decoder reads: outputs by encoder layer (-1: the last), M x C each, and the surface."""
+    """What the decoder reads: memories of M x C by number (-1: the encoder's output), and the surface."""
 
     memories: dict[int, Tensor]
     surface: Tensor
@@ -166,8 +168,8 @@ class PackedTransformer:
         elif self._rate(stack.dropout_module) > 0:
             mask = self._drop(torch.ones_like(x), stack.dropout_module)  # one for both
             x, surface = x * mask, surface * mask
-        memories, layers = {}, list(stack.layers)
-        residual = x
+        layers = list(stack.layers)
+        residual, states = x, [x]
         if layers[0].normalize_before:
             x = self._norm(x, layers[0].self_attn_layer_norm)
         for i, layer in enumerate(layers):
@@ -176,9 +178,26 @@ class PackedTransformer:
             norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
             residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
             residual, x = self._feed_forward(x, residual, stack, i)
-            memories[i] = residual
-        memories[len(layers) - 1] = memories[-1] = x
-        return Encoded(memories, surface)
+            states.append(residual)
+        return Encoded(self._memories(embed, states, x), surface)
+
+    def _memories(self, embed: Tensor, states: list[Tensor], out: Tensor) -> dict[int, Tensor]:
+        """What the decoder's layers read, from the embeddings, all states and the encoder's output."""
+        fusion = getattr(self.encoder, "fusion", None)
+        if fusion is None:
+            return {**dict(enumerate(states[1:])), len(states) - 2: out, -1: out}
+        per_layer = isinstance(fusion, LayerAttention)
+        if not self.cfg.encoder_fusion_embedding:
+            states = states[1:]
+        elif per_layer and not self.cfg.ta_posedemb:
+            states = [embed, *states[1:]]
+        parameters = {name: self._of(parameter) for name, parameter in fusion.named_parameters()}
+        fused = functional_call(fusion, parameters, (states,))
+        if per_layer:
+            mixed = fused.unflatten(-1, (-1, out.shape[-1])).unbind(-2)
+            return {**dict(enumerate(mixed)), -1: out}
+        norm = self.encoder.layer_norm
+        return {-1: fused if norm is None else self._norm(fused, norm)}
 
     def _pool(self, embed: Tensor, rows: PackedRows) -> Tensor:
         """Mean or maximum over each sentence, see ``pooling.py``: slots x C."""

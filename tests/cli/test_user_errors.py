@@ -65,7 +65,7 @@ def other_data(tmp_path_factory):
             "--adaptive-softmax-cutoff [20] cannot be used with --surfacefusion",
         ),
         (("--fp16",), "--fp16 needs a CUDA GPU and --cpu was given; "),
-        (("--transparent-attention",), "unrecognized arguments: --transparent-attention (see "),
+        (("--transparent-attentoin",), "unrecognized arguments: --transparent-attentoin (see "),
         (
             ("-a", "transformer_surface_fuson"),
             "argument --arch/-a: invalid choice: 'transformer_surface_fuson', did you",

@@ -1,0 +1,46 @@
+"""What a configuration lacks, filled in: the command line's, a YAML file's, an old checkpoint's."""
+
+from dataclasses import fields
+from typing import Any
+
+from fairseq.models.transformer import TransformerConfig
+from omegaconf import DictConfig
+
+from surface_fusion.config import SECTIONS, SurfaceFusionConfig
+from surface_fusion.encoder_fusion.config import settle_encoder_fusion
+
+
+def flatten_sections(args: Any) -> None:
+    """Make ``encoder: {layers: 3}`` of a YAML config ``encoder_layers``, which architectures read."""
+    if isinstance(args, DictConfig):
+        for section in SECTIONS:
+            for name, value in (args.pop(section, None) or {}).items():
+                args[f"{section}_{name}"] = value
+
+
+def fill_defaults(args: Any) -> None:
+    """Set each of our fields that *args* lacks, and settle what the published code left unclear.
+
+    Works on the Namespace of the command line or an old checkpoint, and on a YAML config. It is
+    idempotent, so that what a checkpoint stores is what was trained:
+
+    * ``--sf-ffn`` and ``--sf-no-posedemb`` were always on from the published command line;
+    * checkpoints of the published code (they alone carry the misspelt ``sf_fuision_mode``) pooled
+      over ids >= 50, and some carry only the misspelt name of the mode.
+    """
+    published = hasattr(args, "sf_fuision_mode")
+    if published and not hasattr(args, "sf_mode"):
+        args.sf_mode = args.sf_fuision_mode
+    if published and not hasattr(args, "sf_pool_published"):
+        args.sf_pool_published = True
+    if published and getattr(args, "ta_posedemb", False):
+        args.sf_no_posedemb = False  # also without transparent attention
+    inherited = {f.name for f in fields(TransformerConfig)}
+    for f in fields(SurfaceFusionConfig):
+        if f.name not in inherited and not hasattr(args, f.name):
+            setattr(args, f.name, f.default)
+    settle_encoder_fusion(args, published)
+    if args.sf_ffn is None or args.no_sf_ffn:
+        args.sf_ffn = not args.no_sf_ffn
+    if args.sf_no_posedemb is None or args.sf_posedemb:
+        args.sf_no_posedemb = not args.sf_posedemb

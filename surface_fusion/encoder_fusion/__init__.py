@@ -1,0 +1,44 @@
+"""Encoder layer fusion: how the encoder's layers become what the decoder attends to (``--encoder-fusion``).
+
+One method, one file. A new one is its file, a line below, its name in ``config.py``, and its test.
+"""
+
+from typing import Any
+
+from surface_fusion.encoder_fusion.average import Average
+from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.concat import Concat
+from surface_fusion.encoder_fusion.dense import Dense
+from surface_fusion.encoder_fusion.dlcl import DLCL
+from surface_fusion.encoder_fusion.dwatt import DWAtt
+from surface_fusion.encoder_fusion.lstm import DepthwiseLSTM
+from surface_fusion.encoder_fusion.representation import Representation
+from surface_fusion.encoder_fusion.routing import Routing
+from surface_fusion.encoder_fusion.stack import Combination
+from surface_fusion.encoder_fusion.transparent import FineGrained, LayerAttention, Transparent
+
+ON_THE_OUTPUT: dict[str, type[EncoderFusion]] = {
+    "average": Average,
+    "concat": Concat,
+    "dwatt": DWAtt,
+    "representation": Representation,
+    "lstm": DepthwiseLSTM,
+    "routing": Routing,
+}
+FOR_EACH_DECODER_LAYER: dict[str, type[LayerAttention]] = {
+    "transparent": Transparent,
+    "fine-grained": FineGrained,
+}
+INSIDE_THE_STACKS: dict[str, type[Combination]] = {"dlcl": DLCL, "dense": Dense}
+
+
+def build_fusion(cfg: Any) -> EncoderFusion | LayerAttention | None:
+    """The module that *cfg*'s encoder ends in, if its method is one that does."""
+    build: Any = {**ON_THE_OUTPUT, **FOR_EACH_DECODER_LAYER}.get(cfg.encoder_fusion)
+    return None if build is None else build(cfg)
+
+
+def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
+    """What the layers of *stack*, a part of *cfg* of width *dim*, read, if the method acts inside."""
+    build = INSIDE_THE_STACKS.get(cfg.encoder_fusion)
+    return None if build is None else build(dim, stack.layers, stack.normalize_before)

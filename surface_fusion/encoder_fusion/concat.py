@@ -1,0 +1,38 @@
+"""Concat: ``h = sum_n W_n z_n``, a linear map of all states side by side (a baseline of DWAtt, 2024).
+
+On the encoder's output. Parameters: N C^2; 1,572,864 for C = 512 and 6 layers.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surface_fusion.encoder_fusion.base import EncoderFusion
+
+
+class Concat(EncoderFusion):
+    """A linear map of the concatenated states, which are never put side by side.
+
+    Attributes:
+        weight: N x C x C.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        bound = (6 / (self.states * self.dim + self.dim)) ** 0.5  # Xavier, of the map as a whole
+        self.weight = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
+
+    def forward(self, states: list[Tensor]) -> Tensor:
+        """... x C from N of ... x C."""
+        total = F.linear(states[0], self.weight[0])
+        for state, weight in zip(states[1:], self.weight[1:], strict=True):
+            total = total + F.linear(state, weight)
+        return total
+
+    @torch.no_grad()
+    def start_as_plain(self) -> None:
+        """The last state through the identity, the others not at all."""
+        self.weight.zero_()
+        self.weight[-1].fill_diagonal_(1)

@@ -1,0 +1,161 @@
+"""Flags of encoder layer fusion, the part of the model's one dataclass that ``--encoder-fusion`` reads.
+
+``--transparent-attention`` and the ``--ta-`` flags are the published spelling of two of the methods; both
+spellings end in the same fields.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models.transformer import TransformerConfig
+
+from surface_fusion.errors import SurfaceFusionError
+
+NAMES = (
+    *("average", "concat", "dwatt", "extra-layers", "transparent", "fine-grained"),
+    *("dlcl", "representation", "dense", "lstm", "routing"),
+)
+PER_DECODER_LAYER = ("transparent", "fine-grained")
+EncoderFusionName = ChoiceEnum(list(NAMES))  # type: ignore[no-untyped-call]
+
+
+# Optional[X], not X | None: fairseq's parser knows only the former.
+@dataclass
+class EncoderFusionConfig(TransformerConfig):
+    """fairseq's Transformer and what fuses its encoder's layers."""
+
+    encoder_fusion: Optional[EncoderFusionName] = field(  # type: ignore[valid-type]
+        default=None,
+        metadata={
+            "help": "how the encoder's layers become what the decoder attends to; on the encoder's output: "
+            "average, concat, dwatt, representation, lstm, routing, extra-layers; a mix for each decoder "
+            "layer: transparent, fine-grained; inside both stacks: dlcl, dense; absent: the last layer alone"
+        },
+    )
+    encoder_fusion_embedding: bool = field(
+        default=False,
+        metadata={"help": "the embedding layer takes part in --encoder-fusion, as layer 0"},
+    )
+    extra_encoder_layers: int = field(
+        default=1, metadata={"help": "layers that --encoder-fusion extra-layers puts on top"}
+    )
+    dwatt_bottleneck: int = field(
+        default=0, metadata={"help": "width inside dwatt's feed-forward maps; 0: half the encoder's"}
+    )
+    dwatt_d_pos: int = field(default=24, metadata={"help": "width of dwatt's layer positions"})
+    dwatt_scaling: bool = field(
+        default=False, metadata={"help": "divide dwatt's scores by the square root of the width"}
+    )
+    routing_capsules: int = field(
+        default=8, metadata={"help": "output capsules of routing; must divide the encoder's width"}
+    )
+    routing_iterations: int = field(default=3, metadata={"help": "iterations of routing"})
+    transparent_attention: bool = field(
+        default=False,
+        metadata={
+            "help": "--encoder-fusion transparent, as published (with --fine-grained-ta: fine-grained)"
+        },
+    )
+    fine_grained_ta: bool = field(
+        default=False, metadata={"help": "one weight for each channel, with --transparent-attention"}
+    )
+    ta_source_embedding: bool = field(
+        default=False, metadata={"help": "--encoder-fusion-embedding, as published"}
+    )
+    ta_posedemb: bool = field(
+        default=False,
+        metadata={
+            "help": "transparent, fine-grained: layer 0 is the embedding with positions, the encoder's input"
+        },
+    )
+    no_ta_embnorm: bool = field(
+        default=False,
+        metadata={"help": "transparent, fine-grained: no LayerNorm over layer 0 (pre-norm has none)"},
+    )
+    ta_ffn: bool = field(
+        default=False,
+        metadata={
+            "help": "transparent, fine-grained: a feed-forward layer with LayerNorm over all layers' outputs"
+        },
+    )
+    ta_dropout: float = field(
+        default=0.1,
+        metadata={"help": "transparent, fine-grained: dropout of the weights and of the mix"},
+    )
+    ta_dropconnect: bool = field(
+        default=False,
+        metadata={
+            "help": "transparent, fine-grained: drop of the weights before their softmax (DropConnect)"
+        },
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """fairseq's takes ``encoder_...`` for a part of *encoder*, which ours are not."""
+        if name in ("encoder_fusion", "encoder_fusion_embedding"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def memory_per_layer(self) -> bool:
+        """Whether each decoder layer attends to something of its own."""
+        return bool(getattr(self, "layer_wise_attention", False)) or self.encoder_fusion in PER_DECODER_LAYER
+
+    @property
+    def extra_layer_numbers(self) -> range:
+        """Which layers of the encoder ``extra-layers`` has added."""
+        layers = self.encoder.layers
+        extra = self.extra_encoder_layers if self.encoder_fusion == "extra-layers" else 0
+        return range(layers, layers + extra)
+
+    def check_encoder_fusion(self) -> None:
+        """Raise :class:`SurfaceFusionError` on a value that no model can be built with."""
+        name, dim = self.encoder_fusion, self.encoder.embed_dim
+        if name is None:
+            return
+        if name not in NAMES:
+            raise SurfaceFusionError(f"--encoder-fusion {name}: unknown, choose one of {', '.join(NAMES)}")
+        if getattr(self, "layer_wise_attention", False) and name not in PER_DECODER_LAYER:
+            raise SurfaceFusionError(
+                f"--layer-wise-attention and --encoder-fusion {name} both say what the decoder attends to; "
+                "leave one out"
+            )
+        if name == "extra-layers" and self.extra_encoder_layers < 1:
+            raise SurfaceFusionError(
+                f"--extra-encoder-layers {self.extra_encoder_layers} adds nothing; give 1 or more"
+            )
+        if name == "routing" and (self.routing_capsules < 1 or dim % self.routing_capsules):
+            raise SurfaceFusionError(
+                f"--routing-capsules {self.routing_capsules} does not divide --encoder-embed-dim {dim}; "
+                "choose a number that does"
+            )
+        if name == "routing" and self.routing_iterations < 1:
+            raise SurfaceFusionError(
+                f"--routing-iterations {self.routing_iterations}: routing needs at least 1"
+            )
+        if name == "dwatt" and (self.dwatt_bottleneck < 0 or self.dwatt_d_pos < 1):
+            raise SurfaceFusionError(
+                f"--dwatt-bottleneck {self.dwatt_bottleneck} --dwatt-d-pos {self.dwatt_d_pos}: widths are "
+                "positive (a bottleneck of 0 is half the encoder's width)"
+            )
+        if not 0 <= self.ta_dropout < 1:
+            raise SurfaceFusionError(f"--ta-dropout {self.ta_dropout} is no probability below 1")
+        if self.encoder.layers < 1:
+            raise SurfaceFusionError(f"--encoder-fusion {name} needs an encoder layer, got none")
+
+
+def settle_encoder_fusion(args: Any, published: bool) -> None:
+    """Let the published flags of *args* say what ours say.
+
+    The published code ignored ``--transparent-attention`` without ``--layer-wise-attention``; ours takes the
+    one for both, but for the *published* code's own checkpoints, which were trained as it computed.
+    """
+    if not args.transparent_attention or args.encoder_fusion is not None:
+        return
+    if published and not args.layer_wise_attention:
+        args.transparent_attention = False
+        return
+    args.encoder_fusion = "fine-grained" if args.fine_grained_ta else "transparent"
+    args.encoder_fusion_embedding = args.encoder_fusion_embedding or args.ta_source_embedding
+    args.layer_wise_attention = False

@@ -1,0 +1,42 @@
+"""DenseNMT: each layer reads all earlier outputs side by side, through a linear map (Shen et al., 2018,
+https://arxiv.org/abs/1806.00722).
+
+    x_{l+1} = W^{l+1} [y_0; ...; y_l] = sum_k W_k^{l+1} y_k,  l = 1 ... L
+
+y_0 is the embedding layer, which layer 1 reads as it is. The maps begin as the identity of the latest
+output, that is as the plain Transformer.
+
+Inside encoder and decoder. Parameters of a stack of L layers: ``(L (L + 3) / 2) C^2``; 7,077,888 for C =
+512 and 6 layers, twice that for both stacks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surface_fusion.encoder_fusion.stack import Combination
+
+
+class Dense(Combination):
+    """A linear map of all outputs so far, which are never put side by side.
+
+    Attributes:
+        maps: of the layers 2 ... L and of the result: (l + 1) x C x C.
+    """
+
+    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
+        super().__init__(dim, layers, normalize_before)
+        maps = [torch.zeros(n, dim, dim) for n in range(2, layers + 2)]
+        for one in maps:
+            one[-1].fill_diagonal_(1)
+        self.maps = nn.ParameterList(nn.Parameter(one) for one in maps)
+
+    def forward(self, kept: list[Tensor]) -> Tensor:
+        """x_{l+1}, ... x C."""
+        if len(kept) == 1:
+            return kept[0]
+        maps = self.maps[len(kept) - 2].unbind()
+        total = F.linear(kept[0], maps[0])
+        for y, one in zip(kept[1:], maps[1:], strict=True):
+            total = total + F.linear(y, one)
+        return total

@@ -1,0 +1,51 @@
+"""DLCL, dynamic linear combination of layers (Wang et al., 2019, https://arxiv.org/abs/1906.01787).
+
+    pre-norm:   x_{l+1} = sum_k W_k^{l+1} LN_k(y_k)
+    post-norm:  x_{l+1} = LN_{l+1}(sum_k W_k^{l+1} y_k)
+
+over k = 0 ... l, y_0 being the embedding layer. W^{l+1} are l + 1 numbers, all 1/(l+1) at first.
+(Post-norm, layer 1 reads y_0 without a LayerNorm.)
+
+Inside encoder and decoder. Parameters of a stack of L layers: ``(L + 1)(L + 2)/2`` numbers and ``L + 1``
+LayerNorms (post-norm: L) of 2 C; 6,172 for C = 512 and 6 layers post-norm, twice that for both stacks.
+"""
+
+import torch
+from fairseq.modules import LayerNorm
+from torch import Tensor, nn
+
+from surface_fusion.encoder_fusion.stack import Combination
+
+
+class DLCL(Combination):
+    """A learned weighted sum of all outputs so far.
+
+    Attributes:
+        weight: the rows W^1 ... W^{L+1} one after another.
+    """
+
+    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
+        super().__init__(dim, layers, normalize_before)
+        rows = [torch.full((n,), 1 / n) for n in range(1, layers + 2)]
+        self.weight = nn.Parameter(torch.cat(rows))
+        self.norms = nn.ModuleList(LayerNorm(dim) for _ in range(layers + normalize_before))
+
+    def keep(self, y: Tensor, depth: int) -> Tensor:
+        """y, pre-norm through the LayerNorm of its depth."""
+        return self.norms[depth](y) if self.normalize_before else y
+
+    def forward(self, kept: list[Tensor]) -> Tensor:
+        """x_{l+1}, ... x C."""
+        count = len(kept)
+        row = self.row(count).to(kept[0].dtype).unbind()
+        total = row[0] * kept[0]
+        for weight, y in zip(row[1:], kept[1:], strict=True):
+            total = total + weight * y
+        if self.normalize_before or count == 1:
+            return total
+        normed: Tensor = self.norms[count - 2](total)
+        return normed
+
+    def row(self, count: int) -> Tensor:
+        """W of the layer that reads *count* outputs."""
+        return self.weight.narrow(0, count * (count - 1) // 2, count)

@@ -1,0 +1,75 @@
+"""DWAtt, depth-wise attention: each position attends over the depths of its own states (2024).
+
+With z_n the N states, z = z_N the last, d their width and static layer positions p_n ~ U(0, 1):
+
+    k_n = W^K p_n + b^K        v_n = LN_n(f_n(z_n))        q = 1 + elu(z + f^Q(z))
+    f(x) = W LN(gelu(U x))     h = z + softmax_n(q K^T) V
+
+U is b x d and W d x b with a bottleneck b = d/2; scores are not divided by sqrt(d) (``--dwatt-scaling``
+does).
+
+On the encoder's output. Parameters: ``(N + 1) (2 d b + 2 b) + 2 N d + (d_pos + 1) d``; 1,859,072 for d =
+512 and 6 layers, 26,314,752 for RoBERTa-large (d = 1024, 24 layers; the paper prints 26.33 million).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules import LayerNorm
+from torch import Tensor, nn
+
+from surface_fusion.encoder_fusion.base import EncoderFusion
+
+
+class Bottleneck(nn.Module):
+    """``f(x) = W LN(gelu(U x))``: ... x d to ... x d, with b columns inside."""
+
+    def __init__(self, dim: int, inner: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim, inner, bias=False)
+        self.norm = LayerNorm(inner)
+        self.up = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """... x d from ... x d."""
+        hidden: Tensor = self.up(self.norm(F.gelu(self.down(x))))
+        return hidden
+
+
+class DWAtt(EncoderFusion):
+    """Attention over depth, added to the last state."""
+
+    positions: Tensor
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        inner = cfg.dwatt_bottleneck or self.dim // 2
+        self.scale = self.dim**-0.5 if cfg.dwatt_scaling else 1.0
+        self.register_buffer("positions", torch.rand(self.states, cfg.dwatt_d_pos))
+        self.key: Any = nn.Linear(cfg.dwatt_d_pos, self.dim)
+        self.query: Any = Bottleneck(self.dim, inner)
+        self.values = nn.ModuleList(Bottleneck(self.dim, inner) for _ in range(self.states))
+        self.norms = nn.ModuleList(LayerNorm(self.dim) for _ in range(self.states))
+
+    def forward(self, states: list[Tensor]) -> Tensor:
+        """... x C from N of ... x C."""
+        last = states[-1]
+        weights = self.weights(last)
+        out = last
+        for n, (state, value, norm) in enumerate(zip(states, self.values, self.norms, strict=True)):
+            out = out + weights[..., n : n + 1] * norm(value(state))
+        return out
+
+    def weights(self, last: Tensor) -> Tensor:
+        """How much each position reads of each depth: ... x N, from the last state."""
+        query = 1 + F.elu(last + self.query(last))
+        scores = self.scale * (query @ self.key(self.positions).t())
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        return F.softmax(scores, dim=-1, dtype=wide).to(last.dtype)
+
+    def start_as_plain(self) -> None:
+        """Values of zero."""
+        for norm in self.norms:
+            for parameter in norm.parameters():
+                nn.init.zeros_(parameter)

@@ -1,0 +1,70 @@
+"""Methods that act inside a stack: each layer reads a combination of all outputs before it.
+
+With y_0 the stack's input and y_l the output of layer l, layer l + 1 reads ``x_{l+1} = combine(y_0 ...
+y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. Encoder and decoder have a
+combination each; the positions of a sequence do not meet, so that decoding token by token needs no state.
+
+Memory is linear in layers: the outputs are kept, which a backward needs anyway, and added up one by one.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Combination(nn.Module):
+    """What a layer reads, from what the layers before it wrote.
+
+    Args:
+        dim: width C.
+        layers: L, of the stack.
+        normalize_before: whether its layers are pre-norm.
+    """
+
+    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
+        super().__init__()
+        self.dim, self.layers, self.normalize_before = dim, layers, normalize_before
+
+    def keep(self, y: Tensor, depth: int) -> Tensor:
+        """What is kept of y_depth, ... x C."""
+        return y
+
+    def forward(self, kept: list[Tensor]) -> Tensor:
+        """x_{l+1} from what was kept of y_0 ... y_l, ... x C each."""
+        raise NotImplementedError
+
+
+class CombinedLayers(nn.ModuleList):
+    """A stack's layers, each of which reads what *combination* makes of all before it.
+
+    The combination is registered with the stack, not here: a layer's name is its number.
+    """
+
+    def __init__(self, layers: nn.ModuleList, combination: Combination) -> None:
+        super().__init__(nn.ModuleList.__iter__(layers))
+        self._unregistered: list[Any] = [
+            layers,
+            combination,
+        ]  # *layers* may drop some of them: it is iterated over
+
+    def __iter__(self) -> Iterator[Any]:
+        layers, combination = self._unregistered
+        kept: list[Tensor] = []
+        for depth, layer in enumerate(layers):
+            yield partial(_run, layer, depth, kept, combination)
+
+
+def _run(
+    layer: Any, depth: int, kept: list[Tensor], combination: Combination, x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Layer *depth* on *x*, the output before it; the last layer's result is combined, too."""
+    kept.append(combination.keep(x, depth))
+    result = layer(combination(kept), *args, **kwargs)
+    if depth + 1 < combination.layers:
+        return result
+    y, *rest = result if isinstance(result, tuple) else (result,)
+    kept.append(combination.keep(y, depth + 1))
+    y = combination(kept)
+    return (y, *rest) if isinstance(result, tuple) else y

@@ -1,0 +1,23 @@
+"""Layers without their feed-forward sublayer (``--no-encoder-fnn``, ``--no-decoder-fnn``; published flags).
+
+The sublayer and its LayerNorm are absent, with all their parameters.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Zero(nn.Module):
+    """What stands where a linear map was: adds nothing to the residual stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The number 0."""
+        return x.new_zeros(())
+
+
+def without_feed_forward(layer: Any) -> Any:
+    """*layer*, one of fairseq's, perhaps wrapped, after its last sublayer was taken out."""
+    bare = getattr(layer, "module", layer)
+    bare.fc1, bare.fc2, bare.final_layer_norm = Zero(), Zero(), nn.Identity()
+    return layer

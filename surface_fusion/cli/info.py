@@ -138,8 +138,11 @@ def fusion_in_words(model_cfg: Any) -> str:
     words = []
     if cfg.layer_wise_attention:
         words.append("decoder layer i attends to encoder layer i")
+    if cfg.encoder_fusion is not None:
+        embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
+        words.append(f"encoder layers fused by {cfg.encoder_fusion}{embedding}")
     if cfg.surfacefusion is None:
-        return "; ".join(["none: a plain Transformer", *words])
+        return "; ".join(words if cfg.encoder_fusion else ["none: a plain Transformer", *words])
     if cfg.surfacefusion == "att":
         depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
         heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"

@@ -1,0 +1,231 @@
+"""Every method in a model: padding, decoding token by token, the fast paths, gradients, checkpoints."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tiny import (
+    PAD,
+    SHARED,
+    assert_incremental_equals_full,
+    batch,
+    build,
+    gradients,
+    log_probs,
+    loss,
+    shaken,
+)
+
+from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.eligibility import why_not_fast, why_not_fused, why_not_packed
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.packed import pack
+from surface_fusion.fast.step import PackedStep
+
+ATT = ("--surfacefusion", "att", "--sf-gate", "0.8")
+PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
+INSIDE = ("dlcl", "dense")
+NO_DROPOUT = ("--ta-dropout", "0")
+VARIANTS = {
+    "alone": (),
+    "surface": ATT,
+    "pre-norm": PRE_NORM,
+    "embedding": ("--encoder-fusion-embedding", *ATT),
+    "all at once": (*PRE_NORM, "--encoder-fusion-embedding", "--surfacefusion", "mean", "--sf-mode", "soft"),
+}
+
+variants = pytest.mark.parametrize("variant", VARIANTS)
+methods = pytest.mark.parametrize("name", NAMES)
+
+
+def flags_of(name: str, variant: str) -> tuple[str, ...]:
+    return ("--encoder-fusion", name, SHARED, *NO_DROPOUT, *VARIANTS[variant])
+
+
+def different(one: Any, other: Any) -> bool:
+    return not torch.allclose(one, other, atol=1e-4)
+
+
+@methods
+def test_it_does_something(name: str) -> None:
+    """With the plain Transformer's parameters the result is another."""
+    plain = shaken(SHARED)
+    fused = shaken("--encoder-fusion", name, SHARED)
+    with torch.no_grad():
+        for parameter_name, parameter in plain.named_parameters():
+            fused.get_parameter(parameter_name).copy_(parameter)
+    assert different(log_probs(fused, batch()), log_probs(plain, batch()))
+
+
+@methods
+@variants
+def test_padding_changes_nothing(name: str, variant: str) -> None:
+    model = shaken(*flags_of(name, variant))
+    short = log_probs(model, batch(extra_src=0))
+    torch.testing.assert_close(log_probs(model, batch(extra_src=3)), short, atol=1e-5, rtol=1e-5)
+
+
+@methods
+@variants
+@pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=["fast", "plain"])
+def test_incremental_equals_full(name: str, variant: str, plain: tuple[str, ...]) -> None:
+    model = shaken(*flags_of(name, variant), *plain)
+    inside = name in INSIDE
+    assert (why_not_fast(model.decoder) is None) == (not plain and not inside)
+    assert_incremental_equals_full(model)
+
+
+@methods
+@variants
+def test_every_parameter_is_trained(name: str, variant: str) -> None:
+    """As DistributedDataParallel wants it, which waits for all gradients."""
+    model = shaken(*flags_of(name, variant))
+    wanting = {n: p.requires_grad for n, p in model.named_parameters()}
+    found = gradients(model, batch())
+    assert {n for n, grad in found.items() if grad is None} == {n for n in wanting if not wanting[n]}
+    frozen = [n for n in wanting if not wanting[n]]
+    per_layer = name in ("transparent", "fine-grained")
+    assert frozen == (
+        ["encoder.layer_norm.weight", "encoder.layer_norm.bias"]
+        if per_layer and PRE_NORM[0] in VARIANTS[variant]
+        else []
+    )
+
+
+@methods
+@variants
+def test_the_fast_step(name: str, variant: str) -> None:
+    """Loss and gradients on packed rows are the modules', where the method allows that."""
+    model = shaken(*flags_of(name, variant))
+    sample = batch()
+    expected, value = gradients(model, sample), loss(model, sample)
+    model.zero_grad(set_to_none=True)
+    flat = FlatParameters.of(model.parameters())
+    assert why_not_fused(model) is None
+    reason = why_not_packed(model)
+    if name in INSIDE:
+        assert reason == f"--encoder-fusion {name}"
+        return
+    if name in ("transparent", "fine-grained") and PRE_NORM[0] in VARIANTS[variant]:
+        assert reason == "frozen parameters"
+        return
+    assert reason is None
+    flat.zero_grad()
+    packed = PackedTransformer(model, flat)
+    packed.training = False
+    step = PackedStep(packed, 0.0, ignore_prefix_size=0)
+    net = sample["net_input"]
+    found, backward = step.forward(pack(net["src_tokens"], net["prev_output_tokens"], sample["target"], PAD))
+    torch.testing.assert_close(found.loss, value, rtol=1e-5, atol=1e-5)
+    backward(torch.tensor(1.0))
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[parameter_name], rtol=1e-4, atol=2e-5, msg=parameter_name
+        )
+
+
+@methods
+def test_checkpointed_activations(name: str) -> None:
+    flags = flags_of(name, "surface")
+    expected = gradients(shaken(*flags), batch())
+    model = shaken(*flags, "--checkpoint-activations")
+    found = gradients(model.train(), batch())
+    for parameter_name, grad in expected.items():
+        torch.testing.assert_close(found[parameter_name], grad, rtol=1e-4, atol=1e-5)
+
+
+@methods
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    model = shaken(*flags_of(name, "surface"))
+    expected = log_probs(model, batch())
+    found = log_probs(model.to(dtype), batch())
+    assert found.isfinite().all()
+    mean = (found - expected).abs().mean().item()
+    assert mean < (0.2 if dtype == torch.bfloat16 else 0.03)
+
+
+@methods
+def test_a_checkpoint_of_its_own(name: str) -> None:
+    model = shaken(*flags_of(name, "surface"))
+    again, _ = build(*flags_of(name, "surface"), seed=5)
+    again.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(log_probs(again.eval(), batch()), log_probs(model, batch()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "exact"),
+    [
+        (("--encoder-fusion", "concat"), True),
+        (("--encoder-fusion", "dwatt"), True),
+        (("--encoder-fusion", "dense"), True),
+        (("--encoder-fusion", "extra-layers", "--extra-encoder-layers", "2", *PRE_NORM), True),
+        (("--surfacefusion", "att", "--sf-mode", "soft"), True),
+        (("--surfacefusion", "att", "--sf-mode", "soft", "--encoder-fusion", "dwatt", "--sf-linear"), True),
+        (("--encoder-fusion", "average"), False),
+    ],
+    ids=str,
+)
+def test_a_plain_checkpoint_goes_on_as_plain(
+    flags: tuple[str, ...], exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    norms = PRE_NORM if PRE_NORM[0] in flags else ()
+    plain = shaken(SHARED, *norms, arch="transformer")
+    model, _ = build(SHARED, *flags)
+    with caplog.at_level(logging.INFO, "surface_fusion"):
+        model.load_state_dict(dict(plain.state_dict()), strict=True)
+    same = not different(log_probs(model.eval(), batch()), log_probs(plain, batch()))
+    assert same == exact
+    new = [n for n, _ in model.named_parameters() if n not in plain.state_dict()]
+    text = caplog.text
+    assert all(n in text for n in new) and ("keep their fresh values" in text) == bool(new)
+    model.train()
+    assert all(grad is not None for grad in gradients(model, batch()).values())
+
+
+def test_another_methods_checkpoint_is_refused() -> None:
+    state = shaken("--encoder-fusion", "concat", SHARED).state_dict()
+    model, _ = build("--encoder-fusion", "lstm", SHARED)
+    with pytest.raises(SurfaceFusionError, match=r"no use for \(encoder.fusion.weight\)"):
+        model.load_state_dict(dict(state), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("average", "--layer-wise-attention"), "--layer-wise-attention and --encoder-fusion average both"),
+        (
+            ("routing", "--routing-capsules", "5"),
+            "--routing-capsules 5 does not divide --encoder-embed-dim 16",
+        ),
+        (("routing", "--routing-iterations", "0"), "--routing-iterations 0: routing needs at least 1"),
+        (("extra-layers", "--extra-encoder-layers", "0"), "--extra-encoder-layers 0 adds nothing"),
+        (("dwatt", "--dwatt-d-pos", "0"), "--dwatt-d-pos 0: widths are positive"),
+        (("transparent", "--ta-dropout", "1"), "--ta-dropout 1.0 is no probability below 1"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_named(flags: tuple[str, ...], text: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=text):
+        build("--encoder-fusion", *flags)
+
+
+def test_extra_layers_are_layers() -> None:
+    model = shaken("--encoder-fusion", "extra-layers", "--extra-encoder-layers", "3", SHARED)
+    deeper = shaken("--encoder-layers", "5", SHARED)
+    assert model.state_dict().keys() == deeper.state_dict().keys()
+    deeper.load_state_dict(model.state_dict())
+    assert torch.equal(log_probs(model, batch()), log_probs(deeper, batch()))
+
+
+def test_layerdrop_keeps_the_depths() -> None:
+    """A dropped layer is a pass-through, so that each depth has its own weight in every step."""
+    flags = ("--encoder-layerdrop", "0.5", "--decoder-layerdrop", "0.5")
+    for name in ("dlcl", "concat", "transparent"):
+        model = shaken("--encoder-fusion", name, *flags).train()
+        for seed in range(4):
+            torch.manual_seed(seed)
+            assert loss(model, batch()).isfinite()

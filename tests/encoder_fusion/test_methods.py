@@ -1,0 +1,325 @@
+"""Each method against a few plain lines from its equation, in float64: values, gradients, and its size."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surface_fusion.encoder_fusion import (
+    FOR_EACH_DECODER_LAYER,
+    INSIDE_THE_STACKS,
+    ON_THE_OUTPUT,
+    build_combination,
+    build_fusion,
+)
+from surface_fusion.encoder_fusion.config import NAMES, PER_DECODER_LAYER
+from surface_fusion.encoder_fusion.routing import squash
+
+DIM, LAYERS, DECODER_LAYERS, FFN = 8, 3, 2, 12
+SHAPE = (5, 2, DIM)
+
+
+def config(name: str, **changes: Any) -> Any:
+    stack = {"embed_dim": DIM, "ffn_embed_dim": FFN, "normalize_before": False}
+    flags = {
+        "encoder": SimpleNamespace(layers=LAYERS, **stack),
+        "decoder": SimpleNamespace(layers=DECODER_LAYERS, **stack),
+        "encoder_fusion": name,
+        "encoder_fusion_embedding": False,
+        "dwatt_bottleneck": 0,
+        "dwatt_d_pos": 24,
+        "dwatt_scaling": False,
+        "routing_capsules": 4,
+        "routing_iterations": 3,
+        "dropout": 0.0,
+        "ta_dropout": 0.0,
+        "ta_dropconnect": False,
+        "no_ta_embnorm": False,
+        "ta_ffn": False,
+        "activation_fn": "relu",
+    }
+    return SimpleNamespace(**{**flags, **changes})
+
+
+def shaken(module: nn.Module) -> Any:
+    """In float64, no parameter where it began."""
+    generator = torch.Generator().manual_seed(1)
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def states(count: int = LAYERS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def norm(module: Any, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / (centred.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
+    )
+
+
+# The equations
+
+
+def average(module: Any, z: Tensor) -> Tensor:
+    return z.mean(0)
+
+
+def concat(module: Any, z: Tensor) -> Tensor:
+    side_by_side = torch.cat([*z], -1)
+    return side_by_side @ torch.cat([*module.weight], 1).t()
+
+
+def dwatt(module: Any, z: Tensor) -> Tensor:
+    def f(block: Any, x: Tensor) -> Tensor:
+        return norm(block.norm, F.gelu(x @ block.down.weight.t())) @ block.up.weight.t()
+
+    keys = module.positions @ module.key.weight.t() + module.key.bias
+    values = torch.stack([norm(n, f(b, x)) for n, b, x in zip(module.norms, module.values, z, strict=True)])
+    query = 1 + F.elu(z[-1] + f(module.query, z[-1]))
+    weights = torch.einsum("sbc,nc->sbn", query, keys).softmax(-1)
+    return z[-1] + torch.einsum("sbn,nsbc->sbc", weights, values)
+
+
+def representation(module: Any, z: Tensor) -> Tensor:
+    hidden = (z @ module.hidden.weight.t() + module.hidden.bias).relu()
+    return ((hidden @ module.weight.weight.t() + module.weight.bias) * z).sum(0)
+
+
+def lstm(module: Any, z: Tensor) -> Tensor:
+    whole = nn.LSTM(DIM, DIM).double()
+    for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+        parameter = getattr(module.cell, kind)
+        delattr(whole, f"{kind}_l0")
+        setattr(whole, f"{kind}_l0", parameter)
+    return whole(z.flatten(1, 2))[0][-1].view(SHAPE)
+
+
+def routing(module: Any, z: Tensor) -> Tensor:
+    votes = torch.einsum("nsbc,ndc->nsbd", z, module.weight).unflatten(-1, (4, DIM // 4))
+    b = torch.zeros(votes.shape[:-1], dtype=z.dtype)
+    for _ in range(3):
+        total = (b.softmax(-1)[..., None] * votes).sum(0)
+        length = total.norm(dim=-1, keepdim=True)
+        out = length**2 / (1 + length**2) * total / length
+        b = b + (out * votes).sum(-1)
+    return out.flatten(-2)
+
+
+def transparent(module: Any, z: Tensor) -> Tensor:
+    weight = module.weight.softmax(1)
+    return torch.cat([norm(module.layer_norm, torch.einsum("n,nsbc->sbc", w, z)) for w in weight], -1)
+
+
+def fine_grained(module: Any, z: Tensor) -> Tensor:
+    weight = module.weight.softmax(1)
+    return torch.cat([norm(module.layer_norm, torch.einsum("nc,nsbc->sbc", w, z)) for w in weight], -1)
+
+
+ORACLES = {
+    "average": average,
+    "concat": concat,
+    "dwatt": dwatt,
+    "representation": representation,
+    "lstm": lstm,
+    "routing": routing,
+    "transparent": transparent,
+    "fine-grained": fine_grained,
+}
+
+
+def test_every_name_is_a_method() -> None:
+    assert {*ON_THE_OUTPUT, *FOR_EACH_DECODER_LAYER, *INSIDE_THE_STACKS, "extra-layers"} == {*NAMES}
+    assert {*FOR_EACH_DECODER_LAYER} == {*PER_DECODER_LAYER}
+    assert {*ORACLES} == {*ON_THE_OUTPUT, *FOR_EACH_DECODER_LAYER}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_values_and_gradients(name: str) -> None:
+    module = shaken(build_fusion(config(name)))
+    inputs = [x.requires_grad_() for x in states()]
+    direction = states(1)[0].repeat(1, 1, 8)
+
+    def results(out: Tensor) -> tuple[Tensor, ...]:
+        leaves = [*inputs, *module.parameters()]
+        return out, *torch.autograd.grad((out * direction[..., : out.shape[-1]]).sum(), leaves)
+
+    found = results(module(inputs))
+    expected = results(ORACLES[name](module, torch.stack(inputs)))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_gradcheck(name: str) -> None:
+    module = shaken(build_fusion(config(name)))
+    inputs = [x[:2, :1].clone().requires_grad_() for x in states()]
+    assert torch.autograd.gradcheck(lambda *z: module([*z]), inputs)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    module = shaken(build_fusion(config(name))).to(dtype)
+    inputs = [x.to(dtype) for x in states()]
+    out = module(inputs)
+    assert out.dtype == dtype
+    expected = module.double()([x.double() for x in inputs])
+    bound = 60 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_any_layout_of_the_rows(name: str) -> None:
+    """The fast path has rows, the modules have S x B."""
+    module = shaken(build_fusion(config(name)))
+    torch.testing.assert_close(module([x.flatten(0, 1) for x in states()]), module(states()).flatten(0, 1))
+
+
+@pytest.mark.parametrize("name", ["concat", "dwatt"])
+def test_as_the_plain_encoder(name: str) -> None:
+    module: Any = build_fusion(config(name))
+    module.start_as_plain()
+    z = [x.float() for x in states()]
+    torch.testing.assert_close(module(z), z[-1], rtol=0, atol=1e-6)
+    module(z).square().sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+def test_dwatt_divides_by_the_width() -> None:
+    plain, scaled = (build_fusion(config("dwatt", dwatt_scaling=scaling)) for scaling in (False, True))
+    scaled.load_state_dict(plain.state_dict())
+    last = states()[-1].float()
+    logs = [module.weights(last).log() for module in (plain, scaled)]
+    spread = [x - x[..., :1] for x in logs]
+    torch.testing.assert_close(spread[1], spread[0] / DIM**0.5, rtol=1e-4, atol=1e-5)
+
+
+def test_squash_at_zero() -> None:
+    x = torch.zeros(2, 3, requires_grad=True)
+    squash(x).sum().backward()
+    assert squash(x).eq(0).all() and x.grad is not None and x.grad.isfinite().all()
+
+
+def test_routing_with_one_iteration_is_an_average_of_votes() -> None:
+    module = shaken(build_fusion(config("routing", routing_iterations=1)))
+    z = torch.stack(states())
+    total = torch.einsum("nsbc,ndc->sbd", z, module.weight) / 4
+    torch.testing.assert_close(module([*z]), squash(total.unflatten(-1, (4, -1))).flatten(-2))
+
+
+def test_the_embedding_has_a_layer_norm_of_its_own() -> None:
+    module = shaken(build_fusion(config("transparent", encoder_fusion_embedding=True)))
+    z = states(LAYERS + 1)
+    assert module.weight.shape == (DECODER_LAYERS, LAYERS + 1)
+    expected = transparent(module, torch.stack([norm(module.embedding_norm, z[0]), *z[1:]]))
+    torch.testing.assert_close(module(z), expected)
+
+
+def test_a_feed_forward_layer_over_all_states() -> None:
+    module = shaken(build_fusion(config("fine-grained", ta_ffn=True)))
+    z = torch.stack(states())
+    hidden = (z @ module.fc1.weight.t() + module.fc1.bias).relu()
+    z_ = norm(module.ffn_norm, z + hidden @ module.fc2.weight.t() + module.fc2.bias)
+    torch.testing.assert_close(module([*z]), fine_grained(module, z_))
+
+
+@pytest.mark.parametrize("dropconnect", [False, True])
+def test_dropout_of_the_weights(dropconnect: bool) -> None:
+    """Before the softmax they stay a distribution, after it they do not."""
+    module: Any = build_fusion(config("fine-grained", ta_dropout=0.5, ta_dropconnect=dropconnect))
+    torch.manual_seed(0)
+    total = module.train().layer_weights().sum(1)
+    assert total.sub(1).abs().max().item() < 1e-6 if dropconnect else total.sub(1).abs().max().item() > 0.1
+    assert module.eval().layer_weights().sum(1).sub(1).abs().max().item() < 1e-6
+
+
+# Inside the stacks
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["post-norm", "pre-norm"])
+def test_dlcl(before: bool) -> None:
+    stack = SimpleNamespace(layers=LAYERS, normalize_before=before)
+    module: Any = shaken(build_combination(config("dlcl"), stack, DIM))
+    assert len(module.norms) == LAYERS + before
+    y = states(LAYERS + 1)
+    kept = []
+    for depth in range(LAYERS + 1):
+        kept.append(module.keep(y[depth], depth))
+        w = module.weight[depth * (depth + 1) // 2 :][: depth + 1]
+        if before:
+            expected = sum(w[k] * norm(module.norms[k], y[k]) for k in range(depth + 1))
+        else:
+            expected = sum(w[k] * y[k] for k in range(depth + 1))
+            expected = norm(module.norms[depth - 1], expected) if depth else expected
+        torch.testing.assert_close(module(kept), expected)
+
+
+def test_dlcl_begins_as_an_average() -> None:
+    stack = SimpleNamespace(layers=LAYERS, normalize_before=True)
+    module: Any = build_combination(config("dlcl"), stack, DIM)
+    rows = [module.row(count).tolist() for count in range(1, LAYERS + 2)]
+    assert rows == [pytest.approx([1 / count] * count) for count in range(1, LAYERS + 2)]
+
+
+def test_dense() -> None:
+    stack = SimpleNamespace(layers=LAYERS, normalize_before=False)
+    module: Any = build_combination(config("dense"), stack, DIM)
+    y = states(LAYERS + 1)
+    module.double()
+    for count in range(1, LAYERS + 2):
+        torch.testing.assert_close(module(y[:count]), y[count - 1])  # at first, as if it were not there
+    shaken(module)
+    for count in range(2, LAYERS + 2):
+        expected = torch.cat(y[:count], -1) @ torch.cat([*module.maps[count - 2]], 1).t()
+        torch.testing.assert_close(module(y[:count]), expected)
+
+
+# Sizes, for d = 512 and L = 6, as each method's file states them
+
+README = {"embed_dim": 512, "ffn_embed_dim": 2048}
+STATED = {
+    "average": 0,
+    "concat": 1_572_864,
+    "dwatt": 1_857_536,
+    "representation": 263_169,
+    "lstm": 2_101_248,
+    "routing": 1_572_864,
+    "transparent": 1_060,
+    "fine-grained": 19_456,
+}
+
+
+def parameters(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_stated_size(name: str) -> None:
+    stack = SimpleNamespace(layers=6, normalize_before=False, **README)
+    assert parameters(build_fusion(config(name, encoder=stack, decoder=stack))) == STATED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "size"),
+    [("dlcl", False, 6_172), ("dlcl", True, 7_196), ("dense", False, 7_077_888)],
+)
+def test_stated_size_inside_a_stack(name: str, before: bool, size: int) -> None:
+    stack = SimpleNamespace(layers=6, normalize_before=before)
+    assert parameters(build_combination(config(name), stack, 512)) == size
+
+
+def test_the_size_that_the_paper_prints() -> None:
+    """On RoBERTa-large 26.33 million, by its formulas 26.24; Concat 25.18 and 25.17."""
+    stack = SimpleNamespace(layers=24, embed_dim=1024)
+    sizes = {name: parameters(build_fusion(config(name, encoder=stack))) for name in ("dwatt", "concat")}
+    assert sizes["dwatt"] == pytest.approx(26.33e6, rel=0.005) == pytest.approx(26.24e6, rel=0.005)
+    assert sizes["concat"] == pytest.approx(25.18e6, rel=0.005)

@@ -1,0 +1,54 @@
+"""Whole words are dropped, in training only, on either side; nothing else of the source changes."""
+
+import pytest
+import torch
+from tiny import PAD, SHARED, batch, build, log_probs, loss
+
+from surface_fusion.fast.eligibility import why_not_packed
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.word_dropout import WordDropout
+
+
+def test_rows_are_dropped_whole() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(200, 30, 4)
+    out = WordDropout(0.2).train()(x)
+    assert out.eq(out[..., :1]).all()
+    assert set(out.unique().tolist()) == {0.0, 1.25}
+    assert out.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.02)
+
+
+def test_evaluation_is_without() -> None:
+    x = torch.randn(3, 4)
+    assert WordDropout(0.9).eval()(x) is x
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("surface", [(), ("--surfacefusion", "att", "--sf-gate", "0.8")], ids=str)
+def test_in_the_model(side: str, surface: tuple[str, ...]) -> None:
+    """The published source side kept a word with probability p and lost the padding mask."""
+    model, _ = build(f"--{side}-word-dropout", "0.3", SHARED, *surface)
+    plain, _ = build(SHARED, *surface)
+    plain.load_state_dict(model.state_dict())
+    sample = batch()
+    assert torch.equal(log_probs(model.eval(), sample), log_probs(plain.eval(), sample))
+    torch.manual_seed(0)
+    losses = {loss(model.train(), sample).item() for _ in range(4)}
+    assert len(losses) == 4
+    mask = model.encoder(**{k: sample["net_input"][k] for k in ("src_tokens", "src_lengths")})
+    assert torch.equal(mask["encoder_padding_mask"][0], sample["net_input"]["src_tokens"].eq(PAD))
+
+
+def test_the_surface_loses_the_word_too() -> None:
+    model, _ = build("--source-word-dropout", "0.5", SHARED, "--surfacefusion", "att", "--sf-gate", "0.8")
+    torch.manual_seed(1)
+    net = batch()["net_input"]
+    surface = model.train().encoder(net["src_tokens"], net["src_lengths"])["encoder_embedding"][0]
+    dropped = surface.eq(0).all(-1) & net["src_tokens"].ne(PAD)
+    assert 0 < dropped.sum() < net["src_tokens"].ne(PAD).sum()
+
+
+def test_training_goes_by_the_modules() -> None:
+    model, _ = build("--target-word-dropout", "0.3", SHARED)
+    flat = FlatParameters.of(model.parameters())
+    assert flat is not None and why_not_packed(model) == "word dropout"

@@ -4,11 +4,17 @@ import difflib
 import os
 import sys
 
-from surface_fusion.cli import average, fairseq_verbs, info, score, user_errors
+from surface_fusion.cli import analyse, average, fairseq_verbs, info, score, translate, user_errors
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.version import __version__
 
-OWN_VERBS = {"score": score, "average": average, "info": info}
+OWN_VERBS = {
+    "translate": translate,
+    "score": score,
+    "average": average,
+    "info": info,
+    "analyse": analyse,
+}
 
 SUMMARIES = {
     **{verb: spec.summary for verb, spec in fairseq_verbs.FAIRSEQ_VERBS.items()},

@@ -11,6 +11,8 @@ from surface_fusion.encoder_fusion.base import EncoderFusion
 class Average(EncoderFusion):
     """The mean of the states."""
 
+    silenceable = True
+
     def forward(self, states: list[Tensor]) -> Tensor:
         """... x C from N of ... x C."""
         total = states[0]

@@ -28,6 +28,9 @@ class EncoderFusion(nn.Module):
         """What the decoder attends to, ... x C, from N states of ... x C."""
         raise NotImplementedError
 
+    silenceable = False
+    """Whether a state of zeros is as if it were not there."""
+
     def start_as_plain(self) -> None:
         """Set the parameters so that the result is the last state, where the method allows it.
 

@@ -19,6 +19,8 @@ class Concat(EncoderFusion):
         weight: N x C x C.
     """
 
+    silenceable = True
+
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         bound = (6 / (self.states * self.dim + self.dim)) ** 0.5  # Xavier, of the map as a whole

@@ -18,6 +18,8 @@ from surface_fusion.encoder_fusion.base import EncoderFusion
 class Representation(EncoderFusion):
     """A sum of the states, weighed by a network that sees them."""
 
+    silenceable = True
+
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.hidden = nn.Linear(self.dim, self.dim)
@@ -29,11 +31,12 @@ class Representation(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """... x C from N of ... x C."""
-        total = self._weigh(states[0])
+        total = self.weigh(states[0]) * states[0]
         for state in states[1:]:
-            total = total + self._weigh(state)
+            total = total + self.weigh(state) * state
         return total
 
-    def _weigh(self, state: Tensor) -> Tensor:
+    def weigh(self, state: Tensor) -> Tensor:
+        """The weight of each position of a state, ... x 1 from ... x C."""
         weight: Tensor = self.weight(F.relu(self.hidden(state)))
-        return weight * state
+        return weight

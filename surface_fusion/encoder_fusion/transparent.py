@@ -39,6 +39,8 @@ class LayerAttention(nn.Module):
         super().__init__()
         self.dim: int = cfg.encoder.embed_dim
         self.states: int = cfg.encoder.layers + cfg.encoder_fusion_embedding
+        self.silenced: list[int] = []
+        """States that get no weight: what is left of the others is not normalised again."""
         self.embeds: bool = cfg.encoder_fusion_embedding
         self.dropout_module = FairseqDropout(cfg.ta_dropout, module_name="TransformerEncoder")
         self.dropconnect: bool = cfg.ta_dropconnect
@@ -67,6 +69,8 @@ class LayerAttention(nn.Module):
             states = [self._embedding(states[0]), *states[1:]]
         states = [self._transform(state) for state in states]
         weight = self.layer_weights().to(states[0].dtype)
+        if self.silenced:
+            weight = weight.index_fill(1, torch.tensor(self.silenced, device=weight.device), 0)
         stacked = torch.stack(states)  # N x ... x C
         if weight.dim() == 2:
             mixed = (weight @ stacked.flatten(1)).view(len(weight), *states[0].shape)

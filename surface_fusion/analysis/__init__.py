@@ -1,0 +1,1 @@
+"""Looking inside a trained model: what ``surface-fusion analyse`` draws and tabulates."""

@@ -1,0 +1,128 @@
+"""What a translation loses when one encoder layer is silenced: figure 2 of SurfaceFusion (Liu et al., 2021).
+
+At decode time the weight of one layer in the fusion is zero; the encoder itself runs whole, and the other
+weights stay as they are. BLEU and length are relative to those of the whole model.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+from surface_fusion.analysis.figures import pyplot, save_figure, save_table
+from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.transparent import LayerAttention
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.scoring import Score, score_text
+
+
+class Translated(NamedTuple):
+    """Translations and references as plain text, and the translations' tokens with their ends."""
+
+    hypotheses: list[str]
+    references: list[str]
+    tokens: int
+
+
+class Ablated(NamedTuple):
+    """One line of the table; *layer* is ``none`` for the whole model."""
+
+    layer: str
+    bleu: Score
+    tokens: int
+
+
+@contextlib.contextmanager
+def silenced(fusion: Any, state: int) -> Iterator[None]:
+    """Let *fusion* take nothing of its state number *state* (0 is its first)."""
+    if isinstance(fusion, LayerAttention):
+        fusion.silenced.append(state)
+        try:
+            yield
+        finally:
+            fusion.silenced.remove(state)
+        return
+
+    def without(_: Any, args: tuple[list[torch.Tensor]]) -> tuple[list[torch.Tensor]]:
+        return ([torch.zeros_like(x) if n == state else x for n, x in enumerate(args[0])],)
+
+    hook = fusion.register_forward_pre_hook(without)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translated:
+    """The split, translated by beam search with length penalty 1."""
+    generation = {"beam": beam, "lenpen": 1.0, "max_len_a": 1.2, "max_len_b": 10}
+    generator = loaded.task.build_generator([loaded.model], OmegaConf.create(generation))
+    words = loaded.task.target_dictionary
+    hypotheses, references, tokens = [], [], 0
+    for batch in loaded.batches():
+        found = loaded.task.inference_step(generator, [loaded.model], batch)
+        for hypothesis, target in zip(found, batch["target"], strict=True):
+            hypotheses.append(words.string(hypothesis[0]["tokens"].cpu(), post_process))
+            references.append(words.string(target[target.ne(words.pad())].cpu(), post_process))
+            tokens += len(hypothesis[0]["tokens"])
+    return Translated(hypotheses, references, tokens)
+
+
+def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]:
+    """The whole model, then each layer silenced from the lowest up.
+
+    Raises:
+        SurfaceFusionError: the model's fusion cannot leave a layer out.
+    """
+    fusion = getattr(loaded.model.encoder, "fusion", None)
+    possible = isinstance(fusion, LayerAttention) or (
+        isinstance(fusion, EncoderFusion) and fusion.silenceable
+    )
+    if not possible:
+        raise SurfaceFusionError(
+            f"--encoder-fusion {loaded.model.cfg.encoder_fusion} cannot leave out a layer; ablate needs "
+            "transparent, fine-grained, average, concat or representation"
+        )
+    states = loaded.encoder_layers + bool(loaded.model.cfg.encoder_fusion_embedding)
+    first = loaded.encoder_layers - states + 1
+    found = []
+    for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):
+        layer = "none" if state is None else "Emb" if first + state == 0 else str(first + state)
+        with contextlib.nullcontext() if state is None else silenced(fusion, state):
+            done = translate(loaded, beam, post_process)
+        found.append(Ablated(layer, score_text(done.hypotheses, done.references)[0], done.tokens))
+    return found
+
+
+def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list[Path]:
+    """Write ``ablation.csv``, ``.png`` and ``.svg`` to the folder *out*."""
+    whole, *layers = ablate(loaded, beam, post_process)
+
+    def change(value: float, base: float) -> float:
+        return 100 * (value / base - 1) if base else float("nan")
+
+    columns = ("silenced", "bleu", "bleu_change_percent", "tokens", "length_change_percent", "signature")
+    rows = [
+        (
+            *(row.layer, f"{row.bleu.value:.2f}", f"{change(row.bleu.value, whole.bleu.value):.2f}"),
+            *(row.tokens, f"{change(row.tokens, whole.tokens):.2f}", row.bleu.signature),
+        )
+        for row in (whole, *layers)
+    ]
+    table = save_table(out / "ablation.csv", columns, rows)
+    figure, axes = pyplot().subplots(1, 2, figsize=(7.5, 3), layout="constrained")
+    names = [row.layer for row in layers]
+    for ax, title, values in (
+        (axes[0], "BLEU, % change", [change(row.bleu.value, whole.bleu.value) for row in layers]),
+        (axes[1], "length, % change", [change(row.tokens, whole.tokens) for row in layers]),
+    ):
+        ax.bar(names, values)
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_title(title)
+        ax.set_xlabel("encoder layer silenced")
+    return [table, *save_figure(figure, out / "ablation")]

@@ -1,0 +1,82 @@
+"""Heat maps and curves as PNG and SVG, and tables as CSV; each file is whole or not there."""
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from surface_fusion.errors import SurfaceFusionError
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, without a display.
+
+    Raises:
+        SurfaceFusionError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SurfaceFusionError("drawing needs matplotlib; pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_figure(figure: Any, stem: Path) -> list[Path]:
+    """Write *figure* to ``stem.png`` and ``stem.svg``, and close it."""
+    paths = []
+    for suffix in ("png", "svg"):
+        path = stem.with_name(f"{stem.name}.{suffix}")
+        beside = path.with_name(f".{path.name}.new")
+        figure.savefig(beside, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+        os.replace(beside, path)
+        paths.append(path)
+    pyplot().close(figure)
+    return paths
+
+
+def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
+    """Write a CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text.getvalue(), encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def heat_map(
+    values: Sequence[Sequence[float]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    row_label: str,
+    column_label: str,
+    title: str = "",
+    numbers: bool = True,
+) -> Any:
+    """A figure of *values*, the first row at the bottom; *numbers* are written into its cells."""
+    plt = pyplot()
+    width = max(3.2, 0.55 * len(columns) + 1.6)
+    figure, axes = plt.subplots(figsize=(width, max(2.4, 0.42 * len(rows) + 1.2)), layout="constrained")
+    image = axes.imshow(values, origin="lower", aspect="auto", cmap="Blues")
+    axes.set_xticks(range(len(columns)), columns, rotation=0 if max(map(len, columns)) < 4 else 60)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(column_label)
+    axes.set_ylabel(row_label)
+    axes.set_title(title)
+    if numbers:
+        middle = (image.norm.vmin + image.norm.vmax) / 2
+        for i, row in enumerate(values):
+            for j, value in enumerate(row):
+                if value == value:
+                    colour = "white" if value > middle else "black"
+                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, ax=axes)
+    return figure

@@ -1,0 +1,56 @@
+"""A checkpoint with its task and the data it is looked at with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.models.transformer import TransformerModelBase
+from omegaconf import OmegaConf
+
+from surface_fusion.errors import SurfaceFusionError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, its task, and the split of the data that is read."""
+
+    model: Any
+    task: Any
+    split: str
+
+    @property
+    def encoder_layers(self) -> int:
+        """Without those that a method adds."""
+        return int(self.model.cfg.encoder.layers)
+
+    def batches(self, max_tokens: int = 4000) -> Iterator[dict[str, Any]]:
+        """The split's sentences as fairseq collates them, where the model is."""
+        device = next(self.model.parameters()).device
+        iterator = self.task.get_batch_iterator(
+            self.task.dataset(self.split),
+            max_tokens=max_tokens,
+            max_positions=utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions()),
+            ignore_invalid_inputs=True,
+            num_workers=0,
+            disable_iterator_cache=True,
+        ).next_epoch_itr(shuffle=False)
+        for batch in iterator:
+            yield utils.move_to_cuda(batch) if device.type == "cuda" else batch
+
+
+def load(checkpoint: str, data: str, split: str = "test", cpu: bool = False) -> Loaded:
+    """*checkpoint* with the dictionaries and the *split* of the folder *data*.
+
+    Raises:
+        SurfaceFusionError: it is no translation model of fairseq's Transformer family.
+    """
+    models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], {"data": data})
+    model = models[0]
+    if not isinstance(model, TransformerModelBase):
+        raise SurfaceFusionError(f"{checkpoint} is a {type(model).__name__}; analyse reads Transformers only")
+    task.load_dataset(split, task_cfg=OmegaConf.create(OmegaConf.to_container(cfg.task)))
+    if torch.cuda.is_available() and not cpu:
+        model.cuda()
+    return Loaded(model.eval(), task, split)

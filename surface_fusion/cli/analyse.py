@@ -1,0 +1,63 @@
+"""``surface-fusion analyse VERB CHECKPOINT DATA -o DIR``: figures and tables of what a model learnt."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.user_errors import OneLineParser
+
+SUMMARY = "draw what a model learnt: weights of layers, layers silenced"
+
+VERBS = {
+    "layers": "how much of each encoder layer is taken (figure 1 of the paper)",
+    "ablate": "BLEU and length with one encoder layer silenced (figure 2)",
+}
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="surface-fusion analyse",
+        description="Writes PNG, SVG and CSV. "
+        + " ".join(f"{verb}: {what}." for verb, what in VERBS.items()),
+        usage="surface-fusion analyse VERB CHECKPOINT DATA -o DIR [flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("data", metavar="DATA", help="a folder of fairseq-preprocess")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", type=Path, help="where to write")
+    parser.add_argument("--split", default="test", help="of the data; default: test")
+    parser.add_argument("--beam", type=int, default=4, metavar="N", help="ablate: default 4")
+    parser.add_argument(
+        "--remove-bpe",
+        nargs="?",
+        const="@@ ",
+        metavar="SYMBOL",
+        help="ablate: how to join subwords, as in generate (sentencepiece, subword_nmt, ...)",
+    )
+    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
+    add_trust_flag(parser)
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Write what the command line asks for, and say where."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.beam < 1:
+        parser.error(f"--beam {args.beam}: give 1 or more")
+    from surface_fusion.analysis import ablation, layers
+    from surface_fusion.analysis.figures import pyplot
+    from surface_fusion.analysis.loaded import load
+
+    pyplot()  # complain now, not after the translations
+    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+        loaded = load(args.checkpoint, args.data, args.split, args.cpu)
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.verb == "layers":
+        paths = layers.draw(loaded, args.output)
+    else:
+        paths = ablation.draw(loaded, args.output, args.beam, args.remove_bpe)
+    for path in paths:
+        print(path)

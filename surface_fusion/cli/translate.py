@@ -1,0 +1,116 @@
+"""``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.errors import SurfaceFusionError
+
+SUMMARY = "translate raw text from standard input, line by line"
+
+LINES_AT_ONCE = 64
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="surface-fusion translate",
+        description="Translates each line of standard input to a line of standard output. MODEL_DIR (or its "
+        "subfolders checkpoints, data-bin, pieces) holds checkpoint_best.pt or checkpoint_last.pt, the two "
+        "dict.*.txt, and the sentencepiece model *.model that cut the training text.",
+        usage="surface-fusion translate MODEL_DIR [flags] < TEXT",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="MODEL_DIR", type=Path, help="such as runs/demo")
+    parser.add_argument("--checkpoint", metavar="NAME", help="another file of the folder")
+    parser.add_argument("--beam", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
+    add_trust_flag(parser)
+    return parser
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a translation of raw text needs."""
+
+    checkpoint: Path
+    dictionaries: Path
+    sentencepiece: Path
+
+
+def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
+    """The files of the model in *folder*.
+
+    Raises:
+        SurfaceFusionError: one is not there, or there are several; with what was looked for.
+    """
+    if not folder.is_dir():
+        raise SurfaceFusionError(f"model folder {folder} does not exist")
+    names = (checkpoint,) if checkpoint else ("checkpoint_best.pt", "checkpoint_last.pt")
+    places = [folder / sub / name for name in names for sub in ("", "checkpoints")]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise SurfaceFusionError(f"{folder} has no {' or '.join(names)}, nor has its folder checkpoints")
+    data = next((p for p in (folder, folder / "data-bin") if len([*p.glob("dict.*.txt")]) == 2), None)
+    if data is None:
+        raise SurfaceFusionError(f"{folder} has no two dict.*.txt, nor has its folder data-bin")
+    models = sorted([*folder.glob("*.model"), *(folder / "pieces").glob("*.model")])
+    if len(models) != 1:
+        raise SurfaceFusionError(
+            f"{folder} and its folder pieces have {len(models)} sentencepiece models *.model; one is needed"
+        )
+    return ModelFiles(found, data, models[0])
+
+
+def translations(hub: Any, lines: Iterator[str], beam: int) -> Iterator[str]:
+    """One translation a line; of an empty line, and of one that is too long, an empty one."""
+    limit = hub.max_positions[0]
+    number = 0
+    while part := [line.strip() for line in itertools.islice(lines, LINES_AT_ONCE)]:
+        tokens = [hub.encode(line) for line in part]
+        wanted = [i for i, line in enumerate(part) if line and len(tokens[i]) <= limit]
+        for i in range(len(part)):
+            if part[i] and i not in wanted:
+                print(
+                    f"surface-fusion translate: line {number + i + 1} has {len(tokens[i])} subwords, the "
+                    f"model takes {limit}; its translation is left empty",
+                    file=sys.stderr,
+                )
+        found = dict.fromkeys(range(len(part)), "")
+        if wanted:
+            generated = hub.generate([tokens[i] for i in wanted], beam=beam)
+            for i, hypotheses in zip(wanted, generated, strict=True):
+                found[i] = hub.decode(hypotheses[0]["tokens"])
+        yield from found.values()
+        number += len(part)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Translate standard input."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.beam < 1:
+        parser.error(f"--beam {args.beam}: give 1 or more")
+    from surface_fusion.model import SurfaceFusionModel
+
+    files = find_files(args.folder, args.checkpoint)
+    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+        hub = SurfaceFusionModel.from_pretrained(
+            str(files.checkpoint.parent),
+            files.checkpoint.name,
+            str(files.dictionaries),
+            bpe="sentencepiece",
+            sentencepiece_model=str(files.sentencepiece),
+        )
+    hub.eval()
+    if torch.cuda.is_available() and not args.cpu:
+        hub.cuda()
+    for line in translations(hub, iter(sys.stdin), args.beam):
+        print(line, flush=True)

@@ -1,0 +1,78 @@
+"""``surface-fusion analyse`` from the command line, on a checkpoint trained for a few updates."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from surface_fusion.cli.main import main
+from tests.small_training import OPTIMISER, PREPROCESS, SIZES
+
+FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
+TRAINING = (
+    *("-a", "transformer_surface_fusion", *SIZES, "--encoder-layers", 2, "--decoder-layers", 2),
+    *("--encoder-fusion", "fine-grained", "--encoder-fusion-embedding", *OPTIMISER, *FAST),
+    *("--max-update", 10, "--disable-validation", "--no-epoch-checkpoints"),
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint and its data."""
+    folder = tmp_path_factory.mktemp("analyse")
+    assert main([*map(str, ("preprocess", *PREPROCESS, "--destdir", folder / "data"))]) == 0
+    assert main([*map(str, ("train", folder / "data", *TRAINING, "--save-dir", folder))]) == 0
+    return folder / "checkpoint_last.pt", folder / "data"
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_layers(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert main(["analyse", "layers", *map(str, trained), "-o", str(out)]) == 0
+    names = ["layers.csv", "layers.png", "layers.svg"]
+    assert capsys.readouterr().out.split() == [str(out / name) for name in names]
+    assert sorted(path.name for path in out.iterdir()) == names
+    found = rows(out / "layers.csv")
+    assert [(row["layer"], row["read_by"]) for row in found] == [
+        (layer, column) for layer in ("Emb", "1", "2") for column in ("1", "2")
+    ]
+    assert sum(float(row["weight"]) for row in found) == pytest.approx(2, abs=1e-4)
+    assert (out / "layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ablate(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    flags = ("--beam", "1", "--cpu", "--remove-bpe", "sentencepiece", "-o", str(tmp_path))
+    assert main(["analyse", "ablate", *map(str, trained), *flags]) == 0
+    found = rows(tmp_path / "ablation.csv")
+    assert [row["silenced"] for row in found] == ["none", "Emb", "1", "2"]
+    assert found[0]["length_change_percent"] == "0.00" and int(found[0]["tokens"]) > 40
+    assert "tok:13a" in found[0]["signature"]
+    assert (tmp_path / "ablation.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("layer", "x", "y", "-o", "z"), "invalid choice: 'layer'"),
+        (("layers", "x", "y"), "the following arguments are required: -o/--output"),
+        (("layers", "nowhere.pt", "y", "-o", "z"), "Model file not found: nowhere.pt"),
+        (("ablate", "x", "y", "-o", "z", "--beam", "0"), "--beam 0: give 1 or more"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(
+    argv: tuple[str, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["analyse", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+    assert not [*tmp_path.iterdir()]

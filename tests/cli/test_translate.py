@@ -1,0 +1,93 @@
+"""``surface-fusion translate``: raw lines in, plain lines out, one for one, whatever the lines are."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from surface_fusion.cli import translate
+from surface_fusion.cli.main import main
+from surface_fusion.errors import SurfaceFusionError
+from tests.small_training import OPTIMISER, SIZES, TEXT
+
+FUSION = ("-a", "transformer_surface_fusion", *SIZES, "--surfacefusion", "att", "--sf-gate", "0.8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, laid out as the demo's."""
+    folder = tmp_path_factory.mktemp("model")
+    pieces = folder / "pieces"
+    pieces.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        input=[str(TEXT / f"train.{lang}") for lang in ("en", "ro")],
+        model_prefix=str(pieces / "spm"),
+        vocab_size=300,
+        hard_vocab_limit=False,
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(pieces / "spm.model"))
+    for name in ("train.en", "train.ro"):
+        lines = (TEXT / name).read_text(encoding="utf-8").splitlines()
+        cut = "".join(" ".join(processor.encode(line, out_type=str)) + "\n" for line in lines)
+        (pieces / name).write_text(cut, encoding="utf-8")
+    data = ("-s", "en", "-t", "ro", "--joined-dictionary", "--trainpref", pieces / "train")
+    assert main([*map(str, ("preprocess", *data, "--destdir", folder / "data-bin"))]) == 0
+    training = ("--max-update", 5, "--disable-validation", "--no-epoch-checkpoints")
+    argv = ("train", folder / "data-bin", *FUSION, *OPTIMISER, *training, "--max-source-positions", 60)
+    assert main([*map(str, (*argv, "--save-dir", folder / "checkpoints"))]) == 0
+    return folder
+
+
+def translated(folder: Path, text: str, monkeypatch: Any, capsys: Any) -> tuple[list[str], str]:
+    """The lines that came out, and what was said on stderr."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    capsys.readouterr()
+    assert main(["translate", str(folder), "--beam", "2", "--cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    return out.split("\n")[:-1], err
+
+
+def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    lines = ["Good morning.", "", "  ", "word " * 100, "Tom is here.\u2028Where?", "Ünknown ☃ letters"]
+    out, err = translated(folder, "\n".join(lines), monkeypatch, capsys)
+    assert len(out) == len(lines)
+    assert [i for i, line in enumerate(out) if not line] == [1, 2, 3]
+    assert "line 4 has" in err and "the model takes 60; its translation is left empty" in err
+    assert "\u2581" not in "".join(out)
+
+
+def test_the_same_alone_and_among_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More lines than are translated at once, of several lengths."""
+    text = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[: translate.LINES_AT_ONCE + 6]
+    together, _ = translated(folder, "\n".join(text) + "\n", monkeypatch, capsys)
+    assert len(together) == len(text)
+    for i in (0, 3, len(text) - 1):
+        assert translated(folder, text[i], monkeypatch, capsys)[0] == [together[i]]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SurfaceFusionError, match=r"model folder .*nowhere does not exist"):
+        translate.find_files(tmp_path / "nowhere")
+    with pytest.raises(SurfaceFusionError, match=r"has no checkpoint_best\.pt or checkpoint_last\.pt, nor has"):
+        translate.find_files(tmp_path)
+    (tmp_path / "checkpoint_last.pt").touch()
+    with pytest.raises(SurfaceFusionError, match=r"has no two dict\.\*\.txt, nor has its folder data-bin"):
+        translate.find_files(tmp_path)
+    for language in ("en", "ro"):
+        (tmp_path / f"dict.{language}.txt").touch()
+    with pytest.raises(SurfaceFusionError, match="have 0 sentencepiece models"):
+        translate.find_files(tmp_path)
+    (tmp_path / "spm.model").touch()
+    assert translate.find_files(tmp_path).sentencepiece == tmp_path / "spm.model"
+    (tmp_path / "checkpoint_best.pt").touch()
+    assert translate.find_files(tmp_path).checkpoint.name == "checkpoint_best.pt"
+    assert translate.find_files(tmp_path, "checkpoint_last.pt").checkpoint.name == "checkpoint_last.pt"

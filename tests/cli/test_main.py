@@ -10,7 +10,10 @@ import surface_fusion
 from surface_fusion.cli import main as entry
 from surface_fusion.cli import score
 
-VERBS = ("preprocess", "train", "generate", "interactive", "validate", "score", "average", "info")
+VERBS = (
+    *("preprocess", "train", "generate", "interactive", "validate"),
+    *("translate", "score", "average", "info", "analyse"),
+)
 
 
 def test_help_is_short_and_names_every_verb(command):

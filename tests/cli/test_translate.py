@@ -77,7 +77,7 @@ def test_the_same_alone_and_among_others(
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(SurfaceFusionError, match=r"model folder .*nowhere does not exist"):
         translate.find_files(tmp_path / "nowhere")
-    with pytest.raises(SurfaceFusionError, match=r"has no checkpoint_best\.pt or checkpoint_last\.pt, nor has"):
+    with pytest.raises(SurfaceFusionError, match=r"has no checkpoint_best\.pt or checkpoint_last\.pt, nor"):
         translate.find_files(tmp_path)
     (tmp_path / "checkpoint_last.pt").touch()
     with pytest.raises(SurfaceFusionError, match=r"has no two dict\.\*\.txt, nor has its folder data-bin"):

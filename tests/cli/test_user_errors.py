@@ -141,7 +141,9 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-@pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate", "average", "info"])
+@pytest.mark.parametrize(
+    "verb", ["train", "generate", "interactive", "validate", "average", "info", "analyse"]
+)
 def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
     path = damaged(kind, checkpoint, tmp_path)
     if verb == "train":
@@ -150,6 +152,8 @@ def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
         said = refused(verb, checkpoint, path, "-o", tmp_path / "mean.pt")
     elif verb == "info":
         said = refused(verb, path)
+    elif verb == "analyse":
+        said = refused(verb, "layers", path, data, "-o", tmp_path / "drawn")
     else:
         said = refused(verb, data, "--path", path, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     assert str(path) in said and EXPECTED[kind] in said

@@ -209,6 +209,29 @@ def test_bleu_of_each_path_and_seed(
     assert "nrefs:1|case:mixed" in capsys.readouterr().out
 
 
+def test_methods_from_raw_text(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "methods.csv"
+    argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "dwatt", "--seeds", 3, "--jobs", 2)
+    run(*argv, "--work", tmp_path / "work", "-o", out)
+    rows = script("results").read_rows(out)
+    assert {(r.contender, r.unit) for r in rows} == {
+        *((method, unit) for method in ("vanilla", "dwatt") for unit in ("BLEU", "chrF", "parameters")),
+        ("dwatt", "p"),
+    }
+    sizes = {r.contender: r.value for r in rows if r.unit == "parameters"}
+    dim, inner, d_pos = 16, 8, 24
+    dwatt = 2 * (2 * dim * inner + 2 * inner) + 2 * dim + (d_pos + 1) * dim  # one encoder layer
+    assert sizes["dwatt"] - sizes["vanilla"] == dwatt
+    assert "nrefs:1|case:mixed" in capsys.readouterr().out
+    kept = tmp_path / "work" / "en-ro" / "dwatt-3" / "translations.json"
+    before = kept.stat().st_mtime_ns
+    run(*argv, "--work", tmp_path / "work", "-o", out)
+    assert kept.stat().st_mtime_ns == before
+    assert len(script("results").read_rows(out)) == 2 * len(rows)
+
+
 def test_all_tables_and_their_picture(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

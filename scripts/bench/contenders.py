@@ -50,8 +50,13 @@ def _size(layers: int, width: int, feed_forward: int, heads: int) -> tuple[str, 
     return tuple(map(str, flags))
 
 
-SIZES = {"base": _size(6, 512, 2048, 8), "demo": _size(3, 192, 768, 4), "tiny": _size(1, 16, 32, 2)}
-"""The README's model, that of its demo, and that of ``--quick``."""
+SIZES = {
+    "base": _size(6, 512, 2048, 8),
+    "small": _size(6, 256, 1024, 4),
+    "demo": _size(3, 192, 768, 4),
+    "tiny": _size(1, 16, 32, 2),
+}
+"""The README's model, one as deep and half as wide, that of its demo, and that of ``--quick``."""
 
 PRECISION: dict[str, tuple[str, ...]] = {"fp16": ("--fp16",), "bf16": ("--bf16",), "fp32": ()}
 

@@ -10,6 +10,7 @@ values here are projected once a sentence, and follow the hypotheses in beam sea
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from fairseq.incremental_decoding_utils import FairseqIncrementalState
 from fairseq.modules import FairseqDropout
@@ -83,6 +84,17 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
             dropout_p=self.dropout_module.p if drop else 0.0,
         )
         return self.out_proj(read.transpose(1, 2).flatten(2))
+
+    def weights(self, query: Tensor, key: Tensor, key_padding_mask: Tensor) -> Tensor:
+        """How much each query reads of each source position, without dropout: B x H x T x S.
+
+        Args:
+            query, key, key_padding_mask: as :meth:`forward`'s.
+        """
+        q = self._split_heads(self.q_proj(query.transpose(0, 1)))
+        k = self._split_heads(self.k_proj(key.transpose(0, 1)))
+        scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        return scores.masked_fill(key_padding_mask[:, None, None, :], -torch.inf).softmax(-1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """B x N x C -> B x H x N x (C / H)."""

@@ -231,3 +231,14 @@ def test_initial_values_are_those_of_the_published_attention() -> None:
 def test_parameter_count() -> None:
     """Four maps of 512 x 512 with biases: what the paper's attention costs."""
     assert sum(p.numel() for p in SurfaceAttention(512, 512, 1, 0.1).parameters()) == 1_050_624
+
+
+@pytest.mark.parametrize(("embed_dim", "source_dim", "heads"), SIZES)
+def test_weights_are_those_that_the_values_are_read_by(embed_dim: int, source_dim: int, heads: int) -> None:
+    module = attention(embed_dim, source_dim, heads)
+    query, key, value, mask = inputs(embed_dim, source_dim)
+    weights = module.weights(query, key, mask).double()
+    assert weights.masked_select(mask[:, None, None, :]).eq(0).all()
+    read = weights @ module._split_heads(module.v_proj(value))
+    expected = module.out_proj(read.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(query, key, value, mask), expected, rtol=1e-5, atol=1e-6)

@@ -7,11 +7,13 @@ from pathlib import Path
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 
-SUMMARY = "draw what a model learnt: weights of layers, layers silenced"
+SUMMARY = "draw what a model learnt: layers, branches, attention"
 
 VERBS = {
     "layers": "how much of each encoder layer is taken (figure 1 of the paper)",
     "ablate": "BLEU and length with one encoder layer silenced (figure 2)",
+    "branches": "what the two branches of surface fusion would have said, token by token (CSV only)",
+    "align": "what each target token of a sentence pair reads of the source",
 }
 
 
@@ -36,6 +38,7 @@ def _parser() -> OneLineParser:
         metavar="SYMBOL",
         help="ablate: how to join subwords, as in generate (sentencepiece, subword_nmt, ...)",
     )
+    parser.add_argument("--sentence", type=int, default=0, metavar="I", help="align: from 0; default: 0")
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     add_trust_flag(parser)
     return parser
@@ -47,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
-    from surface_fusion.analysis import ablation, layers
+    from surface_fusion.analysis import ablation, align, branches, layers
     from surface_fusion.analysis.figures import pyplot
     from surface_fusion.analysis.loaded import load
 
@@ -57,7 +60,11 @@ def run(argv: Sequence[str]) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     if args.verb == "layers":
         paths = layers.draw(loaded, args.output)
-    else:
+    elif args.verb == "ablate":
         paths = ablation.draw(loaded, args.output, args.beam, args.remove_bpe)
+    elif args.verb == "branches":
+        paths = branches.write(loaded, args.output)
+    else:
+        paths = align.draw(loaded, args.output, args.sentence)
     for path in paths:
         print(path)

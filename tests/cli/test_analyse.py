@@ -12,6 +12,7 @@ FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_e
 TRAINING = (
     *("-a", "transformer_surface_fusion", *SIZES, "--encoder-layers", 2, "--decoder-layers", 2),
     *("--encoder-fusion", "fine-grained", "--encoder-fusion-embedding", *OPTIMISER, *FAST),
+    *("--surfacefusion", "att", "--sf-gate", 0.8),
     *("--max-update", 10, "--disable-validation", "--no-epoch-checkpoints"),
 )
 
@@ -52,6 +53,31 @@ def test_ablate(trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert found[0]["length_change_percent"] == "0.00" and int(found[0]["tokens"]) > 40
     assert "tok:13a" in found[0]["signature"]
     assert (tmp_path / "ablation.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_branches(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    assert main(["analyse", "branches", *map(str, trained), "-o", str(tmp_path)]) == 0
+    found = rows(tmp_path / "branches.csv")
+    assert {row["sentence"] for row in found} == {str(i) for i in range(40)}
+    assert {row["gate"] for row in found} == {"0.8"}
+    means = {row["what"]: float(row["value"]) for row in rows(tmp_path / "branches_summary.csv")}
+    assert means["tokens"] == len(found)
+    decides = sum(row["decides"] == "1" for row in found) / len(found)
+    assert means["surface_decides"] == pytest.approx(decides, abs=1e-4)
+
+
+def test_align(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["analyse", "align", *map(str, trained), "-o", str(tmp_path)]
+    assert main([*argv, "--sentence", "3"]) == 0
+    for name in ("surface", "decoder"):
+        found = rows(tmp_path / f"align_{name}.csv")
+        target = {row["target_position"] for row in found}
+        assert sum(float(row["weight"]) for row in found) == pytest.approx(len(target), abs=1e-3)
+        assert found[-1]["source"] == found[-1]["target"] == "</s>"
+        assert (tmp_path / f"align_{name}.png").exists()
+    capsys.readouterr()
+    assert main([*argv, "--sentence", "40"]) == 2
+    assert "--sentence 40: the test set has sentences 0 to 39" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""What the softmax layer's two branches would have said, token by token of the references.
+
+With h the target branch's features and r the surface's, z = E h and s = E r (see ``decoder.py``): the words
+that z, s and the fused distribution rank first, their probabilities of the reference's token, and the gate.
+The surface *decides* where the fused first word is not the target branch's; it *copies* where its own first
+word stands in the source sentence.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surface_fusion.analysis.figures import save_table
+from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.distributions import log_softmax
+from surface_fusion.errors import SurfaceFusionError
+
+BRANCHES = ("fused", "target", "surface")
+
+
+class Token(NamedTuple):
+    """One target token; words are ids, probabilities those of the reference's token."""
+
+    sentence: int
+    position: int
+    reference: int
+    fused: int
+    target: int
+    surface: int
+    p_fused: float
+    p_target: float
+    p_surface: float
+    gate: float | None
+    decides: bool
+    copies: bool
+
+
+@torch.no_grad()
+def tokens(loaded: Loaded) -> Iterator[Token]:
+    """Every token of the split's references, in the order of its batches.
+
+    Raises:
+        SurfaceFusionError: the model has no surface fusion.
+    """
+    decoder: Any = loaded.model.decoder
+    if loaded.model.cfg.surfacefusion is None:
+        raise SurfaceFusionError("the model has no --surfacefusion, so it has no branches to compare")
+    seen: list[tuple[Tensor, Tensor]] = []
+    fuse = decoder._fuse
+
+    def noted(h: Tensor, r: Tensor) -> Tensor:
+        seen.append((h, r))
+        fused: Tensor = fuse(h, r)
+        return fused
+
+    decoder._fuse = noted
+    try:
+        for batch in loaded.batches():
+            fused = loaded.model.get_normalized_probs(loaded.model(**batch["net_input"]), log_probs=True)
+            yield from _of_batch(loaded, batch, fused, *seen.pop())
+    finally:
+        del decoder._fuse
+
+
+def _of_batch(loaded: Loaded, batch: Any, fused: Tensor, h: Tensor, r: Tensor) -> Iterator[Token]:
+    decoder: Any = loaded.model.decoder
+    z, s = (log_softmax(decoder.output_projection(x)) for x in (h, r))
+    gate: Tensor | None = None
+    if loaded.model.cfg.learned_gate:
+        gate = decoder._gate(torch.stack([h, r], dim=2)).squeeze(-1)
+    elif loaded.model.cfg.mode.gated:
+        gate = h.new_full(h.shape[:2], loaded.model.cfg.sf_gate)
+    target = batch["target"]
+    picked = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
+    first = [x.argmax(-1) for x in (fused, z, s)]
+    copies = (first[2][..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
+    decides = first[0] != first[1]
+    for row, column in target.ne(loaded.task.target_dictionary.pad()).nonzero().tolist():
+        at = row, column
+        yield Token(
+            sentence=int(batch["id"][row]),
+            position=column,
+            reference=int(target[at]),
+            fused=int(first[0][at]),
+            target=int(first[1][at]),
+            surface=int(first[2][at]),
+            p_fused=float(picked[0][at]),
+            p_target=float(picked[1][at]),
+            p_surface=float(picked[2][at]),
+            gate=None if gate is None else float(gate[at]),
+            decides=bool(decides[at]),
+            copies=bool(copies[at]),
+        )
+
+
+def summary(found: list[Token]) -> dict[str, float]:
+    """Means over all tokens."""
+    count = len(found)
+    gates = [token.gate for token in found if token.gate is not None]
+    return {
+        "tokens": count,
+        "surface_decides": sum(token.decides for token in found) / count,
+        "surface_copies": sum(token.copies for token in found) / count,
+        **({"gate": sum(gates) / len(gates)} if gates else {}),
+        **{
+            f"right_{branch}": sum(getattr(token, branch) == token.reference for token in found) / count
+            for branch in BRANCHES
+        },
+    }
+
+
+def write(loaded: Loaded, out: Path) -> list[Path]:
+    """Write ``branches.csv`` (a line a token) and ``branches_summary.csv`` to the folder *out*."""
+    words = loaded.task.target_dictionary
+    found = sorted(tokens(loaded))
+    rows = [
+        (
+            *(token.sentence, token.position),
+            *(words[i] for i in (token.reference, token.fused, token.target, token.surface)),
+            *(f"{p:.6g}" for p in (token.p_fused, token.p_target, token.p_surface)),
+            "" if token.gate is None else f"{token.gate:.6g}",
+            *(int(token.decides), int(token.copies)),
+        )
+        for token in found
+    ]
+    means = [(name, f"{value:.6g}") for name, value in summary(found).items()]
+    return [
+        save_table(out / "branches.csv", Token._fields, rows),
+        save_table(out / "branches_summary.csv", ("what", "value"), means),
+    ]

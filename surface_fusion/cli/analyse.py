@@ -12,6 +12,7 @@ SUMMARY = "draw what a model learnt: layers, branches, attention"
 VERBS = {
     "layers": "how much of each encoder layer is taken (figure 1 of the paper)",
     "ablate": "BLEU and length with one encoder layer silenced (figure 2)",
+    "embeddings": "singular values, PCA and bilingual neighbours of the embeddings",
     "branches": "what the two branches of surface fusion would have said, token by token (CSV only)",
     "align": "what each target token of a sentence pair reads of the source",
 }
@@ -38,6 +39,9 @@ def _parser() -> OneLineParser:
         metavar="SYMBOL",
         help="ablate: how to join subwords, as in generate (sentencepiece, subword_nmt, ...)",
     )
+    parser.add_argument(
+        "--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries"
+    )
     parser.add_argument("--sentence", type=int, default=0, metavar="I", help="align: from 0; default: 0")
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     add_trust_flag(parser)
@@ -50,18 +54,21 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
-    from surface_fusion.analysis import ablation, align, branches, layers
+    from surface_fusion.analysis import ablation, align, branches, embeddings, layers
     from surface_fusion.analysis.figures import pyplot
     from surface_fusion.analysis.loaded import load
 
     pyplot()  # complain now, not after the translations
     with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
+        against = load(args.against, args.data, args.split, args.cpu) if args.against else None
     args.output.mkdir(parents=True, exist_ok=True)
     if args.verb == "layers":
         paths = layers.draw(loaded, args.output)
     elif args.verb == "ablate":
         paths = ablation.draw(loaded, args.output, args.beam, args.remove_bpe)
+    elif args.verb == "embeddings":
+        paths = embeddings.draw(loaded, args.output, against)
     elif args.verb == "branches":
         paths = branches.write(loaded, args.output)
     else:

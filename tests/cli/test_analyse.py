@@ -55,6 +55,24 @@ def test_ablate(trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert (tmp_path / "ablation.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
+def test_embeddings(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    argv = ["analyse", "embeddings", *map(str, trained), "-o", str(tmp_path)]
+    assert main([*argv, "--against", str(trained[0])]) == 0
+    found = rows(tmp_path / "singular_values.csv")
+    curves: dict[str, list[float]] = {}
+    for row in found:
+        curves.setdefault(row["matrix"], []).append(float(row["log_ratio"]))
+    assert list(curves) == ["source", "target", "source, other model", "target, other model"]
+    assert curves["source"] == curves["source, other model"] != curves["target"]
+    for curve in curves.values():
+        assert len(curve) == 16 and curve[0] == 0 and curve == sorted(curve, reverse=True)
+    near = rows(tmp_path / "neighbours.csv")
+    assert [row["rank"] for row in near[:5]] == ["1", "2", "3", "4", "5"]
+    same = [row for row in near if row["source"] == row["target"]]  # one joint matrix
+    assert same and all(row["rank"] == "1" and float(row["cosine"]) == pytest.approx(1) for row in same)
+    assert {row["side"] for row in rows(tmp_path / "pca.csv")} == {"source", "target"}
+
+
 def test_branches(trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert main(["analyse", "branches", *map(str, trained), "-o", str(tmp_path)]) == 0
     found = rows(tmp_path / "branches.csv")

@@ -426,3 +426,13 @@ def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFi
     caplog.clear()
     build()
     assert [r.message for r in caplog.records if r.name.startswith("surface_fusion")] == []
+
+
+def test_encoder_fusion_in_yaml() -> None:
+    """fairseq takes names that begin with ``encoder_`` for a part of its section *encoder*."""
+    cfg = yaml_model(
+        {"encoder": {"layers": 3}, "encoder_fusion": "dwatt", "encoder_fusion_embedding": True}
+    ).cfg
+    assert (cfg.encoder_fusion, cfg.encoder_fusion_embedding, cfg.encoder.layers) == ("dwatt", True, 3)
+    flat = yaml_model({"encoder_layers": 3, "transparent_attention": True, "fine_grained_ta": True}).cfg
+    assert (flat.encoder_fusion, flat.encoder.layers) == ("fine-grained", 3)

@@ -121,6 +121,8 @@ def why_not_fast(decoder: Any) -> str | None:
     """Why *decoder* must decode by its modules, or None if it need not."""
     if decoder.cfg.sf_plain:
         return "--sf-plain"
+    if decoder.combination is not None:
+        return f"--encoder-fusion {decoder.cfg.encoder_fusion}"
     if decoder.cfg.cross_self_attention:
         return "--cross-self-attention"
     if torch.is_autocast_enabled(next(decoder.parameters()).device.type):

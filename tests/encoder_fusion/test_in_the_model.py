@@ -73,8 +73,8 @@ def test_padding_changes_nothing(name: str, variant: str) -> None:
 @pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=["fast", "plain"])
 def test_incremental_equals_full(name: str, variant: str, plain: tuple[str, ...]) -> None:
     model = shaken(*flags_of(name, variant), *plain)
-    inside = name in INSIDE
-    assert (why_not_fast(model.decoder) is None) == (not plain and not inside)
+    inside = f"--encoder-fusion {name}" if name in INSIDE else None
+    assert why_not_fast(model.decoder) == ("--sf-plain" if plain else inside)
     assert_incremental_equals_full(model)
 
 

@@ -1,11 +1,15 @@
 """``surface-fusion analyse VERB CHECKPOINT DATA -o DIR``: figures and tables of what a model learnt."""
 
+import argparse
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.errors import SurfaceFusionError
 
 SUMMARY = "draw what a model learnt: layers, branches, attention"
 
@@ -15,13 +19,14 @@ VERBS = {
     "embeddings": "singular values, PCA and bilingual neighbours of the embeddings",
     "branches": "what the two branches of surface fusion would have said, token by token (CSV only)",
     "align": "what each target token of a sentence pair reads of the source",
+    "all": "each of these that the model is one for",
 }
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="surface-fusion analyse",
-        description="Writes PNG, SVG and CSV. "
+        description="Writes PNG, SVG and CSV, and report.html of all that is in the folder. "
         + " ".join(f"{verb}: {what}." for verb, what in VERBS.items()),
         usage="surface-fusion analyse VERB CHECKPOINT DATA -o DIR [flags]",
         allow_abbrev=False,
@@ -54,24 +59,38 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
-    from surface_fusion.analysis import ablation, align, branches, embeddings, layers
     from surface_fusion.analysis.figures import pyplot
     from surface_fusion.analysis.loaded import load
+    from surface_fusion.analysis.report import write_report
 
     pyplot()  # complain now, not after the translations
     with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
         against = load(args.against, args.data, args.split, args.cpu) if args.against else None
     args.output.mkdir(parents=True, exist_ok=True)
-    if args.verb == "layers":
-        paths = layers.draw(loaded, args.output)
-    elif args.verb == "ablate":
-        paths = ablation.draw(loaded, args.output, args.beam, args.remove_bpe)
-    elif args.verb == "embeddings":
-        paths = embeddings.draw(loaded, args.output, against)
-    elif args.verb == "branches":
-        paths = branches.write(loaded, args.output)
+    if args.verb != "all":
+        paths = _analyse(args.verb, loaded, against, args)
     else:
-        paths = align.draw(loaded, args.output, args.sentence)
-    for path in paths:
+        paths = []
+        for verb in VERBS:
+            try:
+                paths += [] if verb == "all" else _analyse(verb, loaded, against, args)
+            except SurfaceFusionError as reason:
+                print(f"{verb}: {reason}", file=sys.stderr)
+    for path in [*paths, write_report(args.output, Path(args.checkpoint).name)]:
         print(path)
+
+
+def _analyse(verb: str, loaded: Any, against: Any, args: argparse.Namespace) -> list[Path]:
+    from surface_fusion.analysis import ablation, align, branches, embeddings, layers
+
+    out: Path = args.output
+    if verb == "layers":
+        return layers.draw(loaded, out)
+    if verb == "ablate":
+        return ablation.draw(loaded, out, args.beam, args.remove_bpe)
+    if verb == "embeddings":
+        return embeddings.draw(loaded, out, against)
+    if verb == "branches":
+        return branches.write(loaded, out)
+    return align.draw(loaded, out, args.sentence)

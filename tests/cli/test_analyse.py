@@ -1,6 +1,7 @@
 """``surface-fusion analyse`` from the command line, on a checkpoint trained for a few updates."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_layers(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     assert main(["analyse", "layers", *map(str, trained), "-o", str(out)]) == 0
-    names = ["layers.csv", "layers.png", "layers.svg"]
+    names = ["layers.csv", "layers.png", "layers.svg", "report.html"]
     assert capsys.readouterr().out.split() == [str(out / name) for name in names]
     assert sorted(path.name for path in out.iterdir()) == names
     found = rows(out / "layers.csv")
@@ -96,6 +97,17 @@ def test_align(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main([*argv, "--sentence", "40"]) == 2
     assert "--sentence 40: the test set has sentences 0 to 39" in capsys.readouterr().err
+
+
+def test_all(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyse", "all", *map(str, trained), "-o", str(tmp_path), "--beam", "1"]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    sections = re.findall('<section id="(.*?)">', page)
+    assert sections == [
+        *("layers", "ablation", "singular_values", "pca", "neighbours"),
+        *("branches_summary", "branches", "align_surface", "align_decoder"),
+    ]
+    assert page.count("<img ") == 6
 
 
 @pytest.mark.parametrize(

@@ -101,4 +101,5 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     )
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="table"><table>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    table = f"<table>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    return f'<div class="table">{table}</div>'

@@ -1,6 +1,7 @@
 """The report in a real headless browser: no network, its pictures show, its tables sort, it fits a phone."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -17,14 +18,16 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium
 PROBE = """
 <script>
 addEventListener("load", () => {
-  const column = (n) => [...document.querySelectorAll("#ablation tbody tr")].map((tr) => tr.cells[n].textContent);
+  const rows = () => [...document.querySelectorAll("#ablation tbody tr")];
+  const column = (n) => rows().map((tr) => tr.cells[n].textContent);
   const press = (n) => document.querySelectorAll("#ablation th button")[n].click();
   const found = { before: column(1) };
   press(1); found.up = column(1);
   press(1); found.down = column(1);
   press(0); found.words = column(0);
   found.pictures = [...document.images].map((image) => image.naturalWidth);
-  found.fetched = performance.getEntriesByType("resource").map((e) => e.name).filter((n) => !n.startsWith("data:"));
+  const fetched = performance.getEntriesByType("resource").map((e) => e.name);
+  found.fetched = fetched.filter((name) => !name.startsWith("data:"));
   document.body.setAttribute("data-found", JSON.stringify(found));
 });
 </script>
@@ -62,8 +65,6 @@ def test_what_is_there_is_in_it(report: Path) -> None:
 
 @in_a_browser
 def test_pictures_and_sorting(report: Path) -> None:
-    import json
-
     text = report.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>")
     probed = report.with_name("probed.html")
     probed.write_text(text, encoding="utf-8")

@@ -47,8 +47,9 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
         self.combination = build_combination(cfg, cfg.encoder, cfg.encoder.embed_dim)
         if self.combination is not None:
             self.layers = CombinedLayers(self.layers, self.combination)
-        if isinstance(self.fusion, LayerAttention) and self.layer_norm is not None:
-            self.layer_norm.requires_grad_(False)  # only the surface's key is normed by it, without gradient
+        key_is_trained = cfg.surfacefusion == "att" and cfg.sf_no_detach
+        if isinstance(self.fusion, LayerAttention) and self.layer_norm is not None and not key_is_trained:
+            self.layer_norm.requires_grad_(False)  # nothing is normed by it but the surface's key
 
     def build_encoder_layer(self, cfg: Any) -> Any:
         """As fairseq; with ``--no-encoder-fnn`` without the feed-forward sublayer."""

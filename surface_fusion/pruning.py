@@ -8,6 +8,9 @@ from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
 
+PRUNABLE = ("average", "representation", "lstm")
+"""Methods of encoder layer fusion that know no number of layers."""
+
 
 def settle_pruning(args: Any) -> None:
     """Make the layers to keep decide the depths of *args*, in place; idempotent.
@@ -22,6 +25,11 @@ def settle_pruning(args: Any) -> None:
     }
     if not any(keeps.values()):
         return
+    if getattr(args, "encoder_fusion", None) not in (None, *PRUNABLE):
+        raise SurfaceFusionError(
+            f"--encoder-fusion {args.encoder_fusion} has parameters for each layer, so that none can be left "
+            "out; give no --encoder-layers-to-keep and --decoder-layers-to-keep"
+        )
     for stack, keep in keeps.items():
         layers = getattr(args, f"{stack}_layers")
         if not keep:

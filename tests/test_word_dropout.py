@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import PAD, SHARED, batch, build, log_probs, loss
+from tiny import PAD, SHARED, assert_incremental_equals_full, batch, build, log_probs, loss, shaken
 
-from surface_fusion.fast.eligibility import why_not_packed
+from surface_fusion.fast.eligibility import why_not_fast, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.word_dropout import WordDropout
 
@@ -52,3 +52,11 @@ def test_training_goes_by_the_modules() -> None:
     model, _ = build("--target-word-dropout", "0.3", SHARED)
     flat = FlatParameters.of(model.parameters())
     assert flat is not None and why_not_packed(model) == "word dropout"
+
+
+@pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=str)
+def test_a_model_that_was_trained_so_decodes(plain: tuple[str, ...]) -> None:
+    """The fast path looked for a matrix where target words are dropped."""
+    model = shaken("--target-word-dropout", "0.1", SHARED, *plain)
+    assert (why_not_fast(model.decoder) is None) == (not plain)
+    assert_incremental_equals_full(model)

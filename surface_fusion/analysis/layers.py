@@ -64,7 +64,8 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
     if isinstance(fusion, Average):
         shares = torch.full((fusion.states,), 1 / fusion.states)
     elif isinstance(fusion, (Concat, Routing)):
-        norms = fusion.weight.flatten(1).norm(dim=1)
+        weight = fusion.weight if isinstance(fusion, Concat) else fusion.votes
+        norms = weight.flatten(1).norm(dim=1)
         shares = norms / norms.sum()
     elif isinstance(fusion, DWAtt):
         shares = _mean_over_positions(loaded, lambda states: fusion.weights(states[-1]))

@@ -24,7 +24,7 @@ from surface_fusion.version import __version__
 SUMMARY = "what a checkpoint is; without one, the versions to put into a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Entries of a state dict that are no parameters.
-BUFFERS = ("version", "_float_tensor")
+BUFFERS = ("version", "_float_tensor", "fusion.positions")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -4,6 +4,7 @@
 spellings end in the same fields.
 """
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -11,6 +12,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.models.transformer import TransformerConfig
 
 from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
 
 NAMES = (
     *("average", "concat", "dwatt", "extra-layers", "transparent", "fine-grained"),
@@ -116,7 +119,12 @@ class EncoderFusionConfig(TransformerConfig):
             return
         if name not in NAMES:
             raise SurfaceFusionError(f"--encoder-fusion {name}: unknown, choose one of {', '.join(NAMES)}")
-        if getattr(self, "layer_wise_attention", False) and name not in PER_DECODER_LAYER:
+        if getattr(self, "no_cross_attention", False):
+            raise SurfaceFusionError(
+                f"--encoder-fusion {name} is for a decoder that attends to the encoder; leave out "
+                "--no-cross-attention"
+            )
+        if getattr(self, "layer_wise_attention", False):
             raise SurfaceFusionError(
                 f"--layer-wise-attention and --encoder-fusion {name} both say what the decoder attends to; "
                 "leave one out"
@@ -146,16 +154,30 @@ class EncoderFusionConfig(TransformerConfig):
 
 
 def settle_encoder_fusion(args: Any, published: bool) -> None:
-    """Let the published flags of *args* say what ours say.
+    """Let the published flags of *args* say what ours say; idempotent.
 
     The published code ignored ``--transparent-attention`` without ``--layer-wise-attention``; ours takes the
     one for both, but for the *published* code's own checkpoints, which were trained as it computed.
+
+    Raises:
+        SurfaceFusionError: the two spellings ask for different methods.
     """
-    if not args.transparent_attention or args.encoder_fusion is not None:
-        return
-    if published and not args.layer_wise_attention:
-        args.transparent_attention = False
-        return
-    args.encoder_fusion = "fine-grained" if args.fine_grained_ta else "transparent"
-    args.encoder_fusion_embedding = args.encoder_fusion_embedding or args.ta_source_embedding
-    args.layer_wise_attention = False
+    if args.transparent_attention:
+        method = "fine-grained" if args.fine_grained_ta else "transparent"
+        if args.encoder_fusion is None and not args.layer_wise_attention:
+            if published:
+                args.transparent_attention = False
+                return
+            logger.warning(
+                "--transparent-attention without --layer-wise-attention had no effect in the published code; "
+                "here it has: leave it out to go on with a model that was trained so"
+            )
+        if args.encoder_fusion not in (None, method):
+            raise SurfaceFusionError(
+                f"--transparent-attention asks for --encoder-fusion {method}, but --encoder-fusion "
+                f"{args.encoder_fusion} is given; leave one out"
+            )
+        args.encoder_fusion = method
+        args.layer_wise_attention = False
+    if args.encoder_fusion in PER_DECODER_LAYER and args.ta_source_embedding:
+        args.encoder_fusion_embedding = True

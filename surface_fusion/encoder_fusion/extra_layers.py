@@ -25,5 +25,5 @@ def start_layers_as_plain(layers: Iterable[Any]) -> None:
     """Let *layers* hand on what they get: exactly with pre-norm, but for a LayerNorm otherwise."""
     for layer in layers:
         for last in (layer.self_attn.out_proj, layer.fc2):
-            last.weight.zero_()
-            last.bias.zero_()
+            for parameter in last.parameters():  # none without feed-forward sublayer
+                parameter.zero_()

@@ -24,20 +24,20 @@ class Routing(EncoderFusion):
     """Routing by agreement between the states' votes.
 
     Attributes:
-        weight: N x C x C, the votes of each state on all capsules.
+        votes: N x C x C, the votes of each state on all capsules.
     """
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self.capsules, self.iterations = cfg.routing_capsules, cfg.routing_iterations
         bound = (3 / self.dim) ** 0.5
-        self.weight = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
+        self.votes = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """... x C from N of ... x C."""
         votes = [
             _wide(F.linear(state, weight).unflatten(-1, (self.capsules, -1)))
-            for state, weight in zip(states, self.weight, strict=True)
+            for state, weight in zip(states, self.votes, strict=True)
         ]
         agreement = [votes[0].new_zeros(votes[0].shape[:-1])] * len(votes)
         capsules = self._capsules(votes, agreement)

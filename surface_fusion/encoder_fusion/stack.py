@@ -51,6 +51,7 @@ class CombinedLayers(nn.ModuleList):
 
     def __iter__(self) -> Iterator[Any]:
         layers, combination = self._unregistered
+        layers.training = self.training  # train() does not reach it
         kept: list[Tensor] = []
         for depth, layer in enumerate(layers):
             yield partial(_run, layer, depth, kept, combination)

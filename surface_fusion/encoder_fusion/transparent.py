@@ -44,7 +44,8 @@ class LayerAttention(nn.Module):
         self.embeds: bool = cfg.encoder_fusion_embedding
         self.dropout_module = FairseqDropout(cfg.ta_dropout, module_name="TransformerEncoder")
         self.dropconnect: bool = cfg.ta_dropconnect
-        self.embedding_dropout = FairseqDropout(cfg.dropout, module_name="TransformerEncoder")
+        rate = 0.0 if cfg.ta_posedemb else cfg.dropout  # the encoder's input has been dropped out
+        self.embedding_dropout = FairseqDropout(rate, module_name="TransformerEncoder")
         shape = (cfg.decoder.layers, self.states, *((self.dim,) if channels else ()))
         bound = (2 / (cfg.decoder.layers + self.states)) ** 0.5
         self.weight = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))

@@ -242,7 +242,7 @@ class DecodeCache:
         """R x C."""
         x = decoder.embed_scale * F.embedding(self.tokens, decoder.embed_tokens.weight)
         if decoder.project_in_dim is not None:
-            x = F.linear(x, decoder.project_in_dim.weight)
+            x = decoder.project_in_dim(x)
         if decoder.embed_positions is not None:
             table = position_table(decoder)[decoder.padding_idx + 1 :]
             x = x + table.index_select(0, self.position)

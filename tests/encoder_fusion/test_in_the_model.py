@@ -33,6 +33,7 @@ VARIANTS = {
     "alone": (),
     "surface": ATT,
     "pre-norm": PRE_NORM,
+    "trained key": (*PRE_NORM, *ATT, "--sf-no-detach"),
     "embedding": ("--encoder-fusion-embedding", *ATT),
     "all at once": (*PRE_NORM, "--encoder-fusion-embedding", "--surfacefusion", "mean", "--sf-mode", "soft"),
 }
@@ -43,6 +44,13 @@ methods = pytest.mark.parametrize("name", NAMES)
 
 def flags_of(name: str, variant: str) -> tuple[str, ...]:
     return ("--encoder-fusion", name, SHARED, *NO_DROPOUT, *VARIANTS[variant])
+
+
+def norm_is_frozen(name: str, variant: str) -> bool:
+    """Whether the encoder's final LayerNorm norms nothing that is trained."""
+    flags = VARIANTS[variant]
+    per_layer = name in ("transparent", "fine-grained")
+    return per_layer and PRE_NORM[0] in flags and "--sf-no-detach" not in flags
 
 
 def different(one: Any, other: Any) -> bool:
@@ -87,12 +95,8 @@ def test_every_parameter_is_trained(name: str, variant: str) -> None:
     found = gradients(model, batch())
     assert {n for n, grad in found.items() if grad is None} == {n for n in wanting if not wanting[n]}
     frozen = [n for n in wanting if not wanting[n]]
-    per_layer = name in ("transparent", "fine-grained")
-    assert frozen == (
-        ["encoder.layer_norm.weight", "encoder.layer_norm.bias"]
-        if per_layer and PRE_NORM[0] in VARIANTS[variant]
-        else []
-    )
+    norm = ["encoder.layer_norm.weight", "encoder.layer_norm.bias"]
+    assert frozen == (norm if norm_is_frozen(name, variant) else [])
 
 
 @methods
@@ -109,7 +113,7 @@ def test_the_fast_step(name: str, variant: str) -> None:
     if name in INSIDE:
         assert reason == f"--encoder-fusion {name}"
         return
-    if name in ("transparent", "fine-grained") and PRE_NORM[0] in VARIANTS[variant]:
+    if norm_is_frozen(name, variant):
         assert reason == "frozen parameters"
         return
     assert reason is None
@@ -204,6 +208,8 @@ def test_another_methods_checkpoint_is_refused() -> None:
         (("routing", "--routing-iterations", "0"), "--routing-iterations 0: routing needs at least 1"),
         (("extra-layers", "--extra-encoder-layers", "0"), "--extra-encoder-layers 0 adds nothing"),
         (("dwatt", "--dwatt-d-pos", "0"), "--dwatt-d-pos 0: widths are positive"),
+        (("dwatt", "--no-cross-attention"), "--encoder-fusion dwatt is for a decoder that attends"),
+        (("fine-grained", "--layer-wise-attention"), "--layer-wise-attention and --encoder-fusion fine-gr"),
         (("transparent", "--ta-dropout", "1"), "--ta-dropout 1.0 is no probability below 1"),
     ],
     ids=str,
@@ -229,3 +235,81 @@ def test_layerdrop_keeps_the_depths() -> None:
         for seed in range(4):
             torch.manual_seed(seed)
             assert loss(model, batch()).isfinite()
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_layerdrop_ends_with_training(name: str, stack: str) -> None:
+    """Layers were dropped in evaluation, too: train() did not reach what drops them."""
+    model = shaken("--encoder-fusion", name, f"--{stack}-layerdrop", "0.5")
+    found = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found.append(log_probs(model, batch()))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_the_published_spelling_is_merged(caplog: pytest.LogCaptureFixture) -> None:
+    both = ("--encoder-fusion", "transparent", "--transparent-attention")
+    cfg = build(*both, "--ta-source-embedding", "--layer-wise-attention")[0].cfg
+    assert (cfg.encoder_fusion, cfg.encoder_fusion_embedding) == ("transparent", True)
+    assert not cfg.layer_wise_attention
+    assert build("--encoder-fusion", "fine-grained", "--ta-source-embedding")[0].cfg.encoder_fusion_embedding
+    for flags in ((*both, "--fine-grained-ta"), ("--encoder-fusion", "average", "--transparent-attention")):
+        with pytest.raises(SurfaceFusionError, match="--transparent-attention asks for --encoder-fusion"):
+            build(*flags)
+    caplog.clear()
+    build("--transparent-attention", "--layer-wise-attention")
+    assert "had no effect in the published code" not in caplog.text
+    build("--transparent-attention")
+    assert caplog.text.count("had no effect in the published code") == 1
+
+
+def test_a_surface_key_that_is_trained_has_a_trained_norm() -> None:
+    model = shaken("--encoder-fusion", "transparent", *PRE_NORM, *ATT, "--sf-no-detach", SHARED)
+    assert all(grad is not None for grad in gradients(model, batch()).values())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("posedemb", [(), ("--ta-posedemb",)], ids=str)
+def test_the_embedding_is_dropped_out_once(posedemb: tuple[str, ...]) -> None:
+    flags = ("--encoder-fusion-embedding", "--no-ta-embnorm", "--ta-dropout", "0", *posedemb)
+    model, _ = build("--encoder-fusion", "transparent", *flags, "--dropout", "0.5")
+    seen: list[Any] = []
+    model.encoder.fusion.layer_norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model.encoder.fusion.weight.fill_(-100)[:, 0] = 100  # layer 0 alone
+    net = batch((9, 9), (2, 2))["net_input"]
+    torch.manual_seed(0)
+    shares = []
+    for _ in range(40):
+        model.train().encoder(net["src_tokens"], net["src_lengths"])
+        shares.append(seen.pop().eq(0).float().mean().item())
+    assert sum(shares) / len(shares) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("one", ["concat", "routing"])
+def test_methods_with_one_matrix_are_told_apart(one: str) -> None:
+    other = {"concat": "routing", "routing": "concat"}[one]
+    state = shaken("--encoder-fusion", one, SHARED).state_dict()
+    model, _ = build("--encoder-fusion", other, SHARED)
+    with pytest.raises(SurfaceFusionError, match="no use for"):
+        model.load_state_dict(dict(state), strict=True)
+
+
+def test_extra_layers_without_feed_forward_start_as_plain() -> None:
+    flags = (SHARED, *PRE_NORM, "--no-encoder-fnn")
+    plain = shaken(*flags)
+    model, _ = build(*flags, "--encoder-fusion", "extra-layers")
+    model.load_state_dict(dict(plain.state_dict()), strict=True)
+    torch.testing.assert_close(log_probs(model.eval(), batch()), log_probs(plain, batch()))
+
+
+@methods
+def test_pruning_leaves_no_layer_out_that_a_parameter_is_for(name: str) -> None:
+    flags = ("--encoder-fusion", name, "--encoder-layers-to-keep", "0")
+    if name in ("average", "representation", "lstm"):
+        assert build(*flags)[0].cfg.encoder.layers == 1
+        return
+    with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} has parameters for each layer"):
+        build(*flags)

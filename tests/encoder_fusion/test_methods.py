@@ -37,6 +37,7 @@ def config(name: str, **changes: Any) -> Any:
         "dropout": 0.0,
         "ta_dropout": 0.0,
         "ta_dropconnect": False,
+        "ta_posedemb": False,
         "no_ta_embnorm": False,
         "ta_ffn": False,
         "activation_fn": "relu",
@@ -104,7 +105,7 @@ def lstm(module: Any, z: Tensor) -> Tensor:
 
 
 def routing(module: Any, z: Tensor) -> Tensor:
-    votes = torch.einsum("nsbc,ndc->nsbd", z, module.weight).unflatten(-1, (4, DIM // 4))
+    votes = torch.einsum("nsbc,ndc->nsbd", z, module.votes).unflatten(-1, (4, DIM // 4))
     b = torch.zeros(votes.shape[:-1], dtype=z.dtype)
     for _ in range(3):
         total = (b.softmax(-1)[..., None] * votes).sum(0)
@@ -212,7 +213,7 @@ def test_squash_at_zero() -> None:
 def test_routing_with_one_iteration_is_an_average_of_votes() -> None:
     module = shaken(build_fusion(config("routing", routing_iterations=1)))
     z = torch.stack(states())
-    total = torch.einsum("nsbc,ndc->sbd", z, module.weight) / 4
+    total = torch.einsum("nsbc,ndc->sbd", z, module.votes) / 4
     torch.testing.assert_close(module([*z]), squash(total.unflatten(-1, (4, -1))).flatten(-2))
 
 

@@ -58,6 +58,14 @@ def silenced(fusion: Any, state: int) -> Iterator[None]:
         hook.remove()
 
 
+def subword_marks(dictionary: Any) -> str | None:
+    """How the dictionary's subwords are joined, as ``--remove-bpe`` names it; None where they look whole."""
+    words = [dictionary[i] for i in range(dictionary.nspecial, len(dictionary))]
+    if any(word.startswith("\u2581") for word in words):
+        return "sentencepiece"
+    return "@@ " if any(word.endswith("@@") for word in words) else None
+
+
 def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translated:
     """The split, translated by beam search with length penalty 1."""
     generation = {"beam": beam, "lenpen": 1.0, "max_len_a": 1.2, "max_len_b": 10}
@@ -84,9 +92,10 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
         isinstance(fusion, EncoderFusion) and fusion.silenceable
     )
     if not possible:
+        method = loaded.model.cfg.encoder_fusion
         raise SurfaceFusionError(
-            f"--encoder-fusion {loaded.model.cfg.encoder_fusion} cannot leave out a layer; ablate needs "
-            "transparent, fine-grained, average, concat or representation"
+            ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
+            + " that can leave out a layer; transparent, fine-grained, average, concat and representation can"
         )
     states = loaded.encoder_layers + bool(loaded.model.cfg.encoder_fusion_embedding)
     first = loaded.encoder_layers - states + 1
@@ -101,6 +110,8 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
 
 def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list[Path]:
     """Write ``ablation.csv``, ``.png`` and ``.svg`` to the folder *out*."""
+    if post_process is None:
+        post_process = subword_marks(loaded.task.target_dictionary)
     whole, *layers = ablate(loaded, beam, post_process)
 
     def change(value: float, base: float) -> float:
@@ -109,7 +120,7 @@ def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list
     columns = ("silenced", "bleu", "bleu_change_percent", "tokens", "length_change_percent", "signature")
     rows = [
         (
-            *(row.layer, f"{row.bleu.value:.2f}", f"{change(row.bleu.value, whole.bleu.value):.2f}"),
+            *(row.layer, f"{row.bleu.value:.4f}", f"{change(row.bleu.value, whole.bleu.value):.2f}"),
             *(row.tokens, f"{change(row.tokens, whole.tokens):.2f}", row.bleu.signature),
         )
         for row in (whole, *layers)

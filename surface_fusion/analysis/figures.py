@@ -28,6 +28,7 @@ def pyplot() -> Any:
 
 def save_figure(figure: Any, stem: Path) -> list[Path]:
     """Write *figure* to ``stem.png`` and ``stem.svg``, and close it."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     for suffix in ("png", "svg"):
         path = stem.with_name(f"{stem.name}.{suffix}")
@@ -45,6 +46,7 @@ def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[objec
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text.getvalue(), encoding="utf-8")
     os.replace(beside, path)

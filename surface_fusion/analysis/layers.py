@@ -72,8 +72,11 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
     elif isinstance(fusion, Representation):
         shares = _mean_over_positions(loaded, lambda states: torch.cat([*map(fusion.weigh, states)], -1))
     else:
+        method = loaded.model.cfg.encoder_fusion
         raise SurfaceFusionError(
-            f"--encoder-fusion {loaded.model.cfg.encoder_fusion} weighs no layers; there is nothing to draw"
+            ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
+            + " that weighs layers; transparent, fine-grained, dlcl, dwatt, representation, concat, routing "
+            "and average do"
         )
     first = 1 - bool(loaded.model.cfg.encoder_fusion_embedding)
     return [LayerWeights("layers", shares[:, None], first, "", ["weight"])]

@@ -71,6 +71,7 @@ def write_report(folder: Path, model: str) -> Path:
         f"<h1>{html.escape(model)}</h1>\n" + "\n".join(sections) + f"\n<script>{SCRIPT}</script>\n"
         "</body>\n</html>\n"
     )
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     beside = folder / f".{NAME}.new"
     beside.write_text(page, encoding="utf-8")

@@ -42,7 +42,7 @@ def _parser() -> OneLineParser:
         nargs="?",
         const="@@ ",
         metavar="SYMBOL",
-        help="ablate: how to join subwords, as in generate (sentencepiece, subword_nmt, ...)",
+        help="ablate: how to join subwords, as in generate (default: sentencepiece or @@, by their marks)",
     )
     parser.add_argument(
         "--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries"
@@ -67,7 +67,6 @@ def run(argv: Sequence[str]) -> None:
     with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
         against = load(args.against, args.data, args.split, args.cpu) if args.against else None
-    args.output.mkdir(parents=True, exist_ok=True)
     if args.verb != "all":
         paths = _analyse(args.verb, loaded, against, args)
     else:

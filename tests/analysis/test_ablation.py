@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 from tiny import SHARED, batch, log_probs, shaken
 
-from surface_fusion.analysis.ablation import ablate, silenced
+from surface_fusion.analysis.ablation import ablate, silenced, subword_marks
 from surface_fusion.errors import SurfaceFusionError
 
 FLAGS = ("--encoder-fusion-embedding", SHARED)
@@ -52,5 +53,16 @@ def test_the_translation_sees_it() -> None:
 @pytest.mark.parametrize("name", ["lstm", "dwatt"])
 def test_others_say_so(name: str) -> None:
     model = shaken("--encoder-fusion", name, SHARED)
-    with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} cannot leave out a layer"):
+    with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} is none that can leave out"):
         ablate(SimpleNamespace(model=model), 1, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "marks"), [(["\u2581a", "b"], "sentencepiece"), (["a@@", "b"], "@@ "), (["a", "b"], None)]
+)
+def test_subwords_are_joined_by_their_marks(words: list[str], marks: str | None) -> None:
+    """Scores of subwords were taken for scores of text."""
+    dictionary = Dictionary()
+    for word in words:
+        dictionary.add_symbol(word)
+    assert subword_marks(dictionary) == marks

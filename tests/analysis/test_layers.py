@@ -75,5 +75,8 @@ def test_over_the_positions_of_the_data(name: str) -> None:
 
 
 def test_what_weighs_nothing_says_so() -> None:
-    with pytest.raises(SurfaceFusionError, match="--encoder-fusion lstm weighs no layers"):
+    with pytest.raises(SurfaceFusionError, match="--encoder-fusion lstm is none that weighs layers; transp"):
         layer_weights(loaded("lstm"))
+    plain = OneBatch(shaken(SHARED), None, "test")
+    with pytest.raises(SurfaceFusionError, match="the model has no --encoder-fusion that weighs layers"):
+        layer_weights(plain)

@@ -89,12 +89,11 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
             embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings
             states = [self.embed_scale * embed.transpose(0, 1), *states[1:]]
         fused: Tensor = self.fusion(states)
-        if isinstance(self.fusion, LayerAttention):
-            # The surface's key stays the encoder's own output.
-            return (
-                torch.cat([fused, *out["encoder_out"]], dim=-1) if self.cfg.surfacefusion == "att" else fused
-            )
-        return fused if self.layer_norm is None else self.layer_norm(fused)
+        if not isinstance(self.fusion, LayerAttention):
+            return fused if self.layer_norm is None else self.layer_norm(fused)
+        if self.cfg.surfacefusion != "att":
+            return fused
+        return torch.cat([fused, *out["encoder_out"]], dim=-1)  # the surface's key stays the encoder's output
 
     def reorder_encoder_out(
         self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor

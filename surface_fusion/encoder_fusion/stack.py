@@ -44,10 +44,8 @@ class CombinedLayers(nn.ModuleList):
 
     def __init__(self, layers: nn.ModuleList, combination: Combination) -> None:
         super().__init__(nn.ModuleList.__iter__(layers))
-        self._unregistered: list[Any] = [
-            layers,
-            combination,
-        ]  # *layers* may drop some of them: it is iterated over
+        # *layers* is iterated over: it may be a list that drops some of them.
+        self._unregistered: list[Any] = [layers, combination]
 
     def __iter__(self) -> Iterator[Any]:
         layers, combination = self._unregistered

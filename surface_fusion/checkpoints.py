@@ -103,6 +103,8 @@ def _drop_unused(
         for name in state_dict
         if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in wanted
     ]
+    if not unused:
+        return
     # fc1 and fc2 are allocated where they are used; the attention also for mean and max.
     never_used: tuple[str, ...] = (
         PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
@@ -110,19 +112,19 @@ def _drop_unused(
     never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
     if model.cfg.surfacefusion is None:
         never_used += FUSION_PARAMETERS  # the published code had no other way to switch it off than gate 1
-    if not plain and not (published and all(name.startswith(never_used) for name in unused)) and unused:
+    if not plain and not (published and all(name.startswith(never_used) for name in unused)):
         raise _logged(
             f"the checkpoint was trained with fusion parameters that this model has no use for "
             f"({', '.join(unused)}); give the flags that it was trained with"
         )
     for name in unused:
         del state_dict[name]
-    if unused and plain:
+    if plain:
         logger.warning(
             f"dropped {len(unused)} parameters of fusion ({', '.join(unused)}): this model is a "
             "plain Transformer; if that is not meant, give the flags that the checkpoint was trained with"
         )
-    elif unused:
+    else:
         logger.info(
             f"dropped {len(unused)} parameters that the published code allocated but this model never uses "
             f"({', '.join(unused)}); to go on training from this checkpoint, add --reset-optimizer"

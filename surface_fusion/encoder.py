@@ -19,7 +19,7 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
-from surface_fusion.encoder_fusion import LayerAttention, build_combination, build_fusion
+from surface_fusion.encoder_fusion import LayerAttention, build_combination, build_fusion, fused_states
 from surface_fusion.encoder_fusion.stack import CombinedLayers
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
@@ -82,12 +82,13 @@ class SurfaceFusionEncoder(TransformerEncoderBase):
         self, out: dict[str, list[Tensor]], src_tokens: Tensor, token_embeddings: Tensor | None
     ) -> Tensor:
         """What the decoder attends to: S x B x C, or S x B x (M C) and more for M decoder layers."""
-        states = out["encoder_states"]
-        if not self.cfg.encoder_fusion_embedding:
-            states = states[1:]
-        elif isinstance(self.fusion, LayerAttention) and not self.cfg.ta_posedemb:
+
+        def word_embeddings() -> Tensor:
             embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings
-            states = [self.embed_scale * embed.transpose(0, 1), *states[1:]]
+            scaled: Tensor = self.embed_scale * embed.transpose(0, 1)
+            return scaled
+
+        states = fused_states(self.cfg, self.fusion, out["encoder_states"], word_embeddings)
         fused: Tensor = self.fusion(states)
         if not isinstance(self.fusion, LayerAttention):
             return fused if self.layer_norm is None else self.layer_norm(fused)

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-import torch
 from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, on_gpus, output_of
 from results import Run, add_common_flags, settle_common_flags
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from train import timed_training
 
+from surface_fusion.cli.info import checkpoint_facts
 from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.scoring import parse_generate_output, score_text
 
@@ -115,14 +115,6 @@ def train_and_translate(
     return translations
 
 
-def parameters(checkpoint: Path) -> int:
-    """Of the model in *checkpoint*; what two names share counts once."""
-    tensors = torch.load(checkpoint, map_location="cpu")["model"]
-    shared = {"decoder.embed_tokens.weight", "decoder.output_projection.weight"}
-    buffers = ("version", "_float_tensor", "fusion.positions")
-    return sum(x.numel() for n, x in tensors.items() if n not in shared and not n.endswith(buffers))
-
-
 def bootstrap(base: Sequence[str], other: Sequence[str], references: Sequence[str]) -> float:
     """p of a paired bootstrap (Koehn, 2004) between two systems' BLEU, 1,000 samples."""
     systems = [("base", list(base)), ("other", list(other))]
@@ -184,7 +176,7 @@ def main() -> None:
                     row = {**setting, "test": name, "seed": seed}
                     run.add("methods", method, row, score.value, score.name.replace("sacre", ""))
             if seed == args.seeds[0]:
-                size = parameters(place / "checkpoint_last.pt")
+                size = checkpoint_facts(str(place / "checkpoint_last.pt"), trust=False)["parameters"]
                 run.add("methods", method, setting, size, "parameters")
 
         list(on_gpus(measure, [*product(args.method, args.seeds)], at_once=args.jobs))

@@ -46,9 +46,14 @@ def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[objec
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows(rows)
+    return save_text(path, text.getvalue())
+
+
+def save_text(path: Path, text: str) -> Path:
+    """Write *text* beside *path* and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text.getvalue(), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
     return path
 

@@ -3,8 +3,9 @@
 import base64
 import csv
 import html
-import os
 from pathlib import Path
+
+from surface_fusion.analysis.figures import save_text
 
 NAME = "report.html"
 ROWS = 500
@@ -71,12 +72,7 @@ def write_report(folder: Path, model: str) -> Path:
         f"<h1>{html.escape(model)}</h1>\n" + "\n".join(sections) + f"\n<script>{SCRIPT}</script>\n"
         "</body>\n</html>\n"
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / NAME
-    beside = folder / f".{NAME}.new"
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, path)
-    return path
+    return save_text(folder / NAME, page)
 
 
 def _section(folder: Path, name: str) -> str:

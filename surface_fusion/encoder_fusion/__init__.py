@@ -3,7 +3,10 @@
 One method, one file. A new one is its file, a line below, its name in ``config.py``, and its test.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from surface_fusion.encoder_fusion.average import Average
 from surface_fusion.encoder_fusion.base import EncoderFusion
@@ -36,6 +39,22 @@ def build_fusion(cfg: Any) -> EncoderFusion | LayerAttention | None:
     """The module that *cfg*'s encoder ends in, if its method is one that does."""
     build: Any = {**ON_THE_OUTPUT, **FOR_EACH_DECODER_LAYER}.get(cfg.encoder_fusion)
     return None if build is None else build(cfg)
+
+
+def fused_states(
+    cfg: Any, fusion: Any, states: list[Tensor], word_embeddings: Callable[[], Tensor]
+) -> list[Tensor]:
+    """What *fusion* takes: the layers' outputs, in front of them the embedding layer if it takes part.
+
+    Args:
+        states: the encoder's input and its layers' outputs, ... x C each.
+        word_embeddings: gives the scaled embeddings without positions, ... x C.
+    """
+    if not cfg.encoder_fusion_embedding:
+        return states[1:]
+    if isinstance(fusion, LayerAttention) and not cfg.ta_posedemb:
+        return [word_embeddings(), *states[1:]]
+    return states
 
 
 def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:

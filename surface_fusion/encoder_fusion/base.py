@@ -19,6 +19,9 @@ class EncoderFusion(nn.Module):
         cfg: a :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
 
+    silenceable = False
+    """Whether a state of zeros is as if it were not there."""
+
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.dim: int = cfg.encoder.embed_dim
@@ -27,9 +30,6 @@ class EncoderFusion(nn.Module):
     def forward(self, states: list[Tensor]) -> Tensor:
         """What the decoder attends to, ... x C, from N states of ... x C."""
         raise NotImplementedError
-
-    silenceable = False
-    """Whether a state of zeros is as if it were not there."""
 
     def start_as_plain(self) -> None:
         """Set the parameters so that the result is the last state, where the method allows it.

@@ -119,7 +119,7 @@ class EncoderFusionConfig(TransformerConfig):
             return
         if name not in NAMES:
             raise SurfaceFusionError(f"--encoder-fusion {name}: unknown, choose one of {', '.join(NAMES)}")
-        if getattr(self, "no_cross_attention", False):
+        if self.no_cross_attention:
             raise SurfaceFusionError(
                 f"--encoder-fusion {name} is for a decoder that attends to the encoder; leave out "
                 "--no-cross-attention"

@@ -27,13 +27,8 @@ from surface_fusion.word_dropout import WordDropout
 DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
     *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
-    *(
-        WordDropout,
-        LayerDropModuleList,
-        DepthKeepingLayerDrop,
-        TransformerDecoderLayerBase,
-        LayerwiseDecoderLayer,
-    ),
+    *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
+    *(WordDropout,),
 }
 """What incremental decoding knows how to compute."""
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from surface_fusion.encoder_fusion import LayerAttention
+from surface_fusion.encoder_fusion import LayerAttention, fused_states
 from surface_fusion.fast.attention import attend, attend_self
 from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
 from surface_fusion.fast.flat import FlatParameters
@@ -186,14 +186,10 @@ class PackedTransformer:
         fusion = getattr(self.encoder, "fusion", None)
         if fusion is None:
             return {**dict(enumerate(states[1:])), len(states) - 2: out, -1: out}
-        per_layer = isinstance(fusion, LayerAttention)
-        if not self.cfg.encoder_fusion_embedding:
-            states = states[1:]
-        elif per_layer and not self.cfg.ta_posedemb:
-            states = [embed, *states[1:]]
+        states = fused_states(self.cfg, fusion, states, lambda: embed)
         parameters = {name: self._of(parameter) for name, parameter in fusion.named_parameters()}
         fused = functional_call(fusion, parameters, (states,))
-        if per_layer:
+        if isinstance(fusion, LayerAttention):
             mixed = fused.unflatten(-1, (-1, out.shape[-1])).unbind(-2)
             return {**dict(enumerate(mixed)), -1: out}
         norm = self.encoder.layer_norm

@@ -214,22 +214,47 @@ def test_methods_from_raw_text(
 ) -> None:
     out = tmp_path / "methods.csv"
     argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "dwatt", "--seeds", 3, "--jobs", 2)
+    argv += ("--speed",)
     run(*argv, "--work", tmp_path / "work", "-o", out)
     rows = script("results").read_rows(out)
     assert {(r.contender, r.unit) for r in rows} == {
         *((method, unit) for method in ("vanilla", "dwatt") for unit in ("BLEU", "chrF", "parameters")),
         ("dwatt", "p"),
+        *((name, "tok/s") for name in ("fairseq", "vanilla", "dwatt")),
     }
     sizes = {r.contender: r.value for r in rows if r.unit == "parameters"}
     dim, inner, d_pos = 16, 8, 24
     dwatt = 2 * (2 * dim * inner + 2 * inner) + 2 * dim + (d_pos + 1) * dim  # one encoder layer
     assert sizes["dwatt"] - sizes["vanilla"] == dwatt
     assert "nrefs:1|case:mixed" in capsys.readouterr().out
-    kept = tmp_path / "work" / "en-ro" / "dwatt-3" / "translations.json"
+    kept = tmp_path / "work" / "en-ro" / "dwatt-3" / "outcome.json"
     before = kept.stat().st_mtime_ns
     run(*argv, "--work", tmp_path / "work", "-o", out)
     assert kept.stat().st_mtime_ns == before
     assert len(script("results").read_rows(out)) == 2 * len(rows)
+
+
+def test_methods_goes_on_when_a_training_fails(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ("methods", "--quick", "--cpu", "--seeds", 3, "-o", tmp_path / "methods.csv")
+    place = tmp_path / "work" / "en-ro" / "average-3"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(tmp_path / "nowhere" / "deep")  # no folder can be made here
+    with pytest.raises(SystemExit, match="average, seed 3"):
+        run(*methods, "--work", tmp_path / "work", "--method", "average", "vanilla")
+    assert "vanilla" in capsys.readouterr().out
+    rows = script("results").read_rows(tmp_path / "methods.csv")
+    assert {row.contender for row in rows} == {"vanilla"}
+
+
+def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tune.csv"
+    run("tune", "--quick", "--cpu", "--dropout", 0, "--lr", 1e-3, 1e-2, "--jobs", 2, "-o", out)
+    rows = script("results").read_rows(out)
+    assert sorted(row.setting.split(";")[4] for row in rows) == ["lr=0.001", "lr=0.01"]
+    assert {(row.unit, row.setting[-17:]) for row in rows} == {("BLEU", "test=valid;seed=1")}
+    assert "best: Recipe(" in capsys.readouterr().out
 
 
 def test_all_tables_and_their_picture(

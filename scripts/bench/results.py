@@ -121,7 +121,7 @@ class Run:
             self.rows.append(row)
             if self.out is not None:
                 append_rows(self.out, [row])
-        print(f"{table:8s}{contender:8s}{_rounded(value)} {unit:9s}{setting}  (n={n})", flush=True)
+        print(f"{table:8s}{contender:15s}{_rounded(value)} {unit:11s}{setting}  (n={n})", flush=True)
 
     def print_table(self) -> None:
         """One line for each setting: all contenders, and what each is relative to fairseq."""

@@ -16,21 +16,16 @@ import logging
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from contenders import training_flags
-from fairseq import options, tasks
 from fairseq.data import Dictionary, LanguagePairDataset
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.trainer import Trainer
 from results import Run, add_common_flags, settle_common_flags
-
-BATCHES = 6
-"""Different ones, at each point."""
+from steady import BATCHES, build, rates
 
 AXES = {
     "max_tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
@@ -78,42 +73,6 @@ def random_pairs(task: Any, sentences: int) -> LanguagePairDataset:
     return LanguagePairDataset(source, source_sizes, words, target, target_sizes, task.target_dictionary)
 
 
-def build(flags: list[str], max_tokens: int) -> tuple[Trainer, list[Any]]:
-    """fairseq's trainer as the command line *flags* builds it, and its batches."""
-    args = options.parse_args_and_arch(options.get_training_parser(), flags)
-    args.tpu = False  # fairseq takes --bf16 for a TPU
-    cfg = convert_namespace_to_omegaconf(args)
-    torch.manual_seed(cfg.common.seed)
-    task = tasks.setup_task(cfg.task)
-    trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
-    batches = task.get_batch_iterator(
-        random_pairs(task, BATCHES * max_tokens // 16 + 64),
-        max_tokens=max_tokens,
-        required_batch_size_multiple=8,
-        seed=1,
-    ).next_epoch_itr(shuffle=True)
-    return trainer, list(itertools.islice(batches, BATCHES))
-
-
-def rates(trainer: Trainer, batches: list[Any], warm_up: int, passes: int, cpu: bool) -> list[float]:
-    """Target tokens a second in each pass over *batches*.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit.
-    """
-    tokens = sum(int(batch["ntokens"]) for batch in batches)
-    found = []
-    for i in range(warm_up + passes):
-        start = time.perf_counter()
-        for batch in batches:
-            trainer.train_step([batch], raise_oom=True)
-        if not cpu:
-            torch.cuda.synchronize()
-        if i >= warm_up:
-            found.append(tokens / (time.perf_counter() - start))
-    return found
-
-
 def measure(run: Run, contender: str, point: dict[str, int], dtype: str, args: argparse.Namespace) -> None:
     """Add the rows of one point, or say why there are none."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -129,7 +88,8 @@ def measure(run: Run, contender: str, point: dict[str, int], dtype: str, args: a
         flags += ["-s", "en", "-t", "ro", "--distributed-world-size", "1"]
         for stack in ("encoder", "decoder"):
             flags += [f"--{stack}-layers", str(point["layers"])]
-        trainer, batches = build(flags, point["max_tokens"])
+        sentences = BATCHES * point["max_tokens"] // 16 + 64
+        trainer, batches = build(flags, point["max_tokens"], partial(random_pairs, sentences=sentences))
     setting = {**point, "dtype": dtype, "mode": "hard", "gpus": 1}
     try:
         found = rates(trainer, batches, 1 if args.quick else 3, args.repeat, args.cpu)

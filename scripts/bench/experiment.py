@@ -1,0 +1,155 @@
+"""One experiment of translation: raw text is cut and binarised, a model trained, test sets translated."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
+
+from surface_fusion.cli.info import checkpoint_facts
+from surface_fusion.scoring import parse_generate_output
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
+import segment
+
+SUBSETS = {"valid": "valid", "core": "test", "newstest2016": "test1"}
+"""Texts that can be translated, by the names that fairseq gives them."""
+
+FILES = {"train": "core.train", "valid": "core.valid", "test": "core.test", "test1": "newstest2016"}
+QUICK_FILES = {"train": "train", "valid": "valid", "test": "test", "test1": "test"}
+"""The text behind each subset, without its language: of TEXT, and of the sample."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all trainings of a table share."""
+
+    source: str
+    target: str
+    size: str
+    """One of :data:`contenders.SIZES`."""
+    norm: str
+    """``pre`` or ``post``: LayerNorm before or after each sublayer."""
+    dropout: float
+    lr: float
+    updates: int
+    max_tokens: int
+    dtype: str
+
+    def setting(self) -> dict[str, object]:
+        """What rows of the table say."""
+        kept = asdict(self)
+        return {"direction": f"{kept.pop('source')}-{kept.pop('target')}", **kept}
+
+    def flags(self, data: Path, *, cpu: bool, workers: int) -> list[str]:
+        """The command line of a training, but for its model, its seed and its place."""
+        flags = [str(data), "-s", self.source, "-t", self.target, "--share-all-embeddings"]
+        flags += [*SIZES[self.size], *PRECISION[self.dtype]]
+        flags += ["--dropout", str(self.dropout), "--attention-dropout", "0", "--label-smoothing", "0.1"]
+        flags += ["--adam-betas", "(0.9, 0.98)", "--lr-scheduler", "inverse_sqrt", "--warmup-init-lr", "1e-7"]
+        flags += ["--lr", str(self.lr), "--warmup-updates", str(max(self.updates // 6, 1))]
+        flags += ["--clip-norm", "1", "--max-tokens", str(self.max_tokens), "--max-update", str(self.updates)]
+        flags += ["--no-progress-bar", "--log-format", "json", "--log-interval", "100"]
+        flags += ["--disable-validation", "--num-workers", str(workers)]
+        flags += ["--encoder-normalize-before", "--decoder-normalize-before"] if self.norm == "pre" else []
+        return flags + (["--cpu"] if cpu else [])
+
+
+def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, files: dict[str, str]) -> Path:
+    """Cut and binarise *text* in *folder*, unless that is done: the data folder."""
+    data = folder / "data-bin"
+    if data.exists():
+        return data
+    pieces = folder / "pieces"
+    pieces.mkdir(parents=True, exist_ok=True)
+    train = [text / f"{files['train']}.{language}" for language in languages]
+    processor = segment.learn(train, folder / "spm.model", vocab)
+    for (split, name), language in product(files.items(), languages):
+        segment.encode(processor, text / f"{name}.{language}", pieces / f"{split}.{language}")
+    command = [sys.executable, "-m", "surface_fusion", "preprocess", "--joined-dictionary"]
+    command += ["-s", languages[0], "-t", languages[1], "--destdir", f"{data}.new"]
+    command += ["--trainpref", str(pieces / "train"), "--validpref", str(pieces / "valid")]
+    command += ["--testpref", f"{pieces / 'test'},{pieces / 'test1'}"]
+    output_of(command, child_environment())
+    os.replace(f"{data}.new", data)
+    return data
+
+
+def train_and_translate(
+    model: Sequence[str],
+    seed: int,
+    recipe: Recipe,
+    texts: Sequence[str],
+    data: Path,
+    folder: Path,
+    *,
+    cpu: bool,
+    workers: int,
+    device: int | None,
+) -> dict[str, Any]:
+    """Train *model* (flags) and translate *texts* (of :data:`SUBSETS`), beam 4; or what *folder* holds of it.
+
+    Returns:
+        ``translations`` of each text, and the number of ``parameters``.
+
+    Raises:
+        SystemExit: a process failed; with the end of its output.
+    """
+    kept = folder / "outcome.json"
+    asked = {"model": list(model), "seed": seed, **asdict(recipe)}
+    outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if outcome.get("asked") == asked and outcome["translations"].keys() >= set(texts):
+        return outcome
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = child_environment(device)
+    flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
+    flags += [*ONLY_LAST, "--save-dir", str(folder)]
+    output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
+    checkpoint = str(folder / "checkpoint_last.pt")
+    translations = {}
+    for name in texts:
+        flags = [str(data), "-s", recipe.source, "-t", recipe.target, "--path", checkpoint]
+        flags += ["--gen-subset", SUBSETS[name], "--beam", "4", "--batch-size", "128"]
+        flags += ["--max-len-a", "1.2", "--max-len-b", "10", "--remove-bpe", "sentencepiece"]
+        flags += [*(("--cpu",) if cpu else ()), *(("--fp16",) if recipe.dtype == "fp16" else ())]
+        printed = output_of([sys.executable, "-m", "surface_fusion", "generate", *flags], environment)
+        translations[name] = parse_generate_output(printed.splitlines()).text
+    parameters = checkpoint_facts(checkpoint, trust=False)["parameters"]
+    outcome = {"asked": asked, "parameters": parameters, "translations": translations}
+    beside = kept.with_suffix(".new")
+    beside.write_text(json.dumps(outcome, ensure_ascii=False), encoding="utf-8")
+    os.replace(beside, kept)
+    return outcome
+
+
+def add_experiment_flags(parser: argparse.ArgumentParser) -> None:
+    """The text and what every table of trainings from text asks for."""
+    parser.add_argument("text", type=Path, nargs="?", metavar="TEXT")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="data, checkpoints, translations")
+    parser.add_argument("--updates", type=int, metavar="N", help="of each training; default: 2500")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of a batch; default: 8192")
+    parser.add_argument("--vocab", type=int, metavar="N", help="sentencepiece units; default: 8000")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
+
+
+def settle_experiment_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in what depends on ``--quick``; ``args.files`` names the texts."""
+    if not args.quick and (args.text is None or args.work is None):
+        parser.error("give TEXT and --work DIR, or --quick")
+    updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)
+    args.updates, args.max_tokens = args.updates or updates, args.max_tokens or max_tokens
+    args.vocab = args.vocab or vocab
+    args.text, args.files = (SAMPLE, QUICK_FILES) if args.quick else (args.text, FILES)
+
+
+def references_of(name: str, language: str, args: argparse.Namespace) -> list[str]:
+    """The lines of the text *name* (of :data:`experiment.SUBSETS`) in *language*."""
+    path: Path = args.text / f"{args.files[SUBSETS[name]]}.{language}"
+    return path.read_text(encoding="utf-8").splitlines()

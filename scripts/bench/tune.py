@@ -1,0 +1,71 @@
+"""Table ``tune``: the plain Transformer on the validation text, over sizes, dropouts and learning rates.
+
+    python scripts/bench/tune.py TEXT --work DIR --jobs 8 --dropout 0.2 0.3 --lr 5e-4 1e-3 --size small base
+    python scripts/bench/tune.py --quick            tiny, on the CPU if there is no GPU
+
+It chooses the recipe of ``methods.py``, whose TEXT, DIR and flags it shares: no method of fusion and no test
+set is looked at.
+"""
+
+import argparse
+import tempfile
+from itertools import product
+from pathlib import Path
+
+from contenders import FAST, SIZES, on_gpus
+from experiment import (
+    Recipe,
+    add_experiment_flags,
+    prepare,
+    references_of,
+    settle_experiment_flags,
+    train_and_translate,
+)
+from results import Run, add_common_flags, settle_common_flags
+
+from surface_fusion.scoring import Score, score_text
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", nargs="+", choices=SIZES, help="default: small")
+    parser.add_argument("--norm", nargs="+", choices=("pre", "post"), default=["post"])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3])
+    parser.add_argument("--seed", type=int, default=1)
+    add_experiment_flags(parser)
+    add_common_flags(parser, "tune")
+    args = parser.parse_args()
+    settle_common_flags(args, "tune")
+    settle_experiment_flags(args, parser)
+    sizes = args.size or (["tiny"] if args.quick else ["small"])
+    rest = (args.updates, args.max_tokens, args.dtype[0])
+    grid = product(sizes, args.norm, args.dropout, args.lr)
+    recipes = [Recipe("en", "ro", size, norm, dropout, lr, *rest) for size, norm, dropout, lr in grid]
+
+    run = Run("tune", args.out, args.cpu)
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        folder = Path(args.work or temporary) / "en-ro"
+        data = prepare(args.text, folder, ("en", "ro"), args.vocab, args.files)
+        references = references_of("valid", "ro", args)
+
+        def measure(recipe: Recipe, device: int | None) -> Score:
+            name = f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}"
+            workers = 0 if args.quick else 1
+            machine = {"cpu": args.cpu, "workers": workers, "device": device}
+            outcome = train_and_translate(FAST, args.seed, recipe, ["valid"], data, folder / name, **machine)
+            score = score_text(outcome["translations"]["valid"], references)[0]
+            row = {**recipe.setting(), "test": "valid", "seed": args.seed}
+            run.add("tune", "vanilla", row, score.value, "BLEU")
+            return score
+
+        scores = list(on_gpus(measure, recipes, at_once=args.jobs))
+    best = max(range(len(recipes)), key=lambda i: scores[i].value)
+    print(f"best: {recipes[best]}: {scores[best].value:.2f} {scores[best].signature}")
+
+
+if __name__ == "__main__":
+    main()

@@ -108,9 +108,10 @@ def train_and_translate(
     if outcome.get("asked") == asked and outcome["translations"].keys() >= set(texts):
         return outcome
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     environment = child_environment(device)
     flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
-    flags += [*ONLY_LAST, "--save-dir", str(folder)]
+    flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
     output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
     checkpoint = str(folder / "checkpoint_last.pt")
     translations = {}

@@ -128,7 +128,7 @@ def main() -> None:
             machine: dict[str, Any] = {"cpu": args.cpu, "workers": workers, "device": device}
             try:
                 outcome = train_and_translate(model, seed, recipe, TEST_SETS, data, place, **machine)
-            except SystemExit as error:  # the others go on
+            except (SystemExit, OSError) as error:  # the others go on
                 failed.append(f"{method}, seed {seed}: {error}")
                 return None
             for name in TEST_SETS:

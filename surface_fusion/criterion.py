@@ -30,7 +30,7 @@ from torch import Tensor
 from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.eligibility import unwrapped, why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import group_of_last, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -93,7 +93,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         way = self._way_for(model) if reduce else "plain"
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
-            losses = way.train(sample) if model.training else way.evaluate(sample)
+            losses = way.train(sample, group_of_last(model)) if model.training else way.evaluate(sample)
         elif way == "fused":
             losses = self._fused(model, sample)
         else:
@@ -177,7 +177,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values on the CPU, without waiting for them: the trainer waits for the gradient's norm first.
 
-        With several processes fairseq sums them over processes before it does, so there they stay.
+        With several processes they are summed over processes before that (``quick_trainer.py``): they stay.
         """
         one = next(iter(logged.values()))
         if not one.is_cuda or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):

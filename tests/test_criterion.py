@@ -353,25 +353,28 @@ def test_names_and_shapes_are_those_of_the_plain_model(data: Path) -> None:
     assert [(n, x.shape) for n, x in states[0].items()] == [(n, x.shape) for n, x in states[1].items()]
 
 
-def two_process_worker(rank: int, folder: str, data: str) -> None:
+def two_process_worker(rank: int, folder: str, data: str, update_freq: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     together = ("--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
     training = Training(data, *together, rank=rank, processes=2)
     for _ in range(4):
-        training.skip(rank)
-        training.run(1)
-        training.skip(1 - rank)
+        training.skip(rank * update_freq)
+        training.run(1, update_freq=update_freq)
+        training.skip((1 - rank) * update_freq)
     (way,) = training.trainer.get_criterion()._ways.values()
     assert isinstance(way, PackedStep) and distributed.get_data_parallel_world_size() == 2
     torch.save(training.parameters, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_are_one_with_both_batches(data: Path, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(two_process_worker, (str(tmp_path), str(data)), nprocs=2)
+@pytest.mark.parametrize("update_freq", [1, 2])
+def test_two_processes_are_one_with_both_batches(data: Path, tmp_path: Path, update_freq: int) -> None:
+    """The average begins with the backward of an update's last batch."""
+    given = (str(tmp_path), str(data), update_freq)
+    torch.multiprocessing.spawn(two_process_worker, given, nprocs=2)
     alone = Training(data)
-    alone.run(4, update_freq=2)
+    alone.run(4, update_freq=2 * update_freq)
     for rank in range(2):
         parameters = torch.load(tmp_path / f"{rank}.pt")
         for (name, got), expected in zip(parameters.items(), alone.parameters.values(), strict=True):

@@ -1,6 +1,7 @@
 """The trainer does the same with fewer look-ups."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
 from surface_fusion import quick_trainer
-from surface_fusion.quick_trainer import ReadOnceConfig, build_quickly
+from surface_fusion.quick_trainer import ReadOnceConfig, build_quickly, sum_over_processes
 
 
 class Trainer:
@@ -94,3 +95,30 @@ def test_a_tpu_is_left_to_fairseq(cfg: DictConfig) -> None:
     trainer.tpu = True
     quick_trainer.set_seed(asked.append, trainer)
     assert asked == [trainer]
+
+
+def all_reduce_dict(data: Any, device: Any, group: Any) -> Any:
+    """What fairseq's function gives in one process."""
+    return {name: torch.as_tensor(value, dtype=torch.double) for name, value in data.items()}
+
+
+def test_sums_on_a_cpu_are_fairseqs() -> None:
+    found = sum_over_processes(all_reduce_dict, {"a": 2}, torch.device("cpu"), None)
+    assert found == all_reduce_dict({"a": 2}, None, None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sums_on_a_gpu_come_back_in_one_piece(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    data = {"loss": torch.tensor(1.5, device=device), "n": 3, "one": torch.tensor([4], device=device)}
+    data |= {"time": 0.25, "host": torch.tensor(7.0)}
+    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = sum_over_processes(all_reduce_dict, data, device, None)
+        pairs = {"pair": torch.ones(2, device=device)}
+        assert sum_over_processes(lambda *given: given, pairs, device, None) == (pairs, device, None)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(found) == list(data) and not any(value.is_cuda for value in found.values())
+    assert [value.tolist() for value in found.values()] == [1.5, 3, [4], 0.25, 7]
+    assert {value.dtype for value in found.values()} == {torch.double}

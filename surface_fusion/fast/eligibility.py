@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fairseq.distributed import FullyShardedDataParallel
+from fairseq.distributed.utils import get_data_parallel_group
 from fairseq.modules import (
     FairseqDropout,
     LayerDropModuleList,
@@ -41,6 +43,19 @@ def unwrapped(model: Any) -> Any:
     while not hasattr(type(model), "build_model") and hasattr(model, "module"):
         model = model.module
     return model
+
+
+def group_of_last(model: Any) -> Any:
+    """The processes that average the gradient after this batch; None if there is one, or more batches follow.
+
+    fairseq's trainer runs the batches of an update but for the last (``--update-freq``) in ``no_sync()``.
+    """
+    if not dist.is_initialized():
+        return None
+    accumulating = getattr(model, "accumulate_grads", False)  # fairseq's wrapper; torch's has the other
+    if accumulating or not getattr(model, "require_backward_grad_sync", True):
+        return None
+    return get_data_parallel_group()
 
 
 def why_not_fused(model: Any) -> str | None:

@@ -58,6 +58,7 @@ class FlatParameters:
         self.data = torch.zeros(size, dtype=dtype, device=device)
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
+        self._averaging: Optional[dist.Work] = None
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -122,6 +123,7 @@ class FlatParameters:
 
     def zero_grad(self) -> None:
         """Zero all gradients, wherever ``.grad`` points."""
+        self._end_averaging()
         first, (_, address) = next(iter(self._views.items()))
         if first.data_ptr() != address:
             self._attach()  # raises
@@ -137,18 +139,32 @@ class FlatParameters:
         rows = torch.linalg.vector_norm(self.grad.view(-1, NORM_ROW), dim=1, dtype=dtype)
         return torch.linalg.vector_norm(rows)
 
+    def begin_average(self, group: Optional[dist.ProcessGroup]) -> None:
+        """Begin what :meth:`average_grads` ends; until then the gradient must not be touched.
+
+        On a GPU it runs behind the backward, without the host having to come back in between.
+        """
+        self._attach()
+        op = dist.ReduceOp.AVG
+        if dist.get_backend(group) != "nccl":
+            op = dist.ReduceOp.SUM
+            self.grad.div_(dist.get_world_size(group))
+        self._averaging = dist.all_reduce(self.grad, op=op, group=group, async_op=True)
+
     def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
         """Average the gradient over the processes of *group* in one collective operation.
 
         Right also where a part was averaged before. ``local_only`` must be alike in all processes.
         """
-        self._attach()
-        if dist.get_backend(group) == "nccl":
-            dist.all_reduce(self.grad, op=dist.ReduceOp.AVG, group=group)
-        else:
-            self.grad.div_(dist.get_world_size(group))
-            dist.all_reduce(self.grad, group=group)
+        if self._averaging is None:
+            self.begin_average(group)
+        self._end_averaging()
         self.local_only = False
+
+    def _end_averaging(self) -> None:
+        if self._averaging is not None:
+            self._averaging.wait()
+            self._averaging = None
 
     def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, (grad, address) in self._views.items():

@@ -71,14 +71,25 @@ class PackedStep:
         with torch.no_grad():
             return self.losses(pack(*_tokens(sample), self.padding_idx))
 
-    def train(self, sample: dict[str, Any]) -> LinearCrossEntropy:
-        """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer."""
+    def train(self, sample: dict[str, Any], average_over: Any = None) -> LinearCrossEntropy:
+        """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer.
+
+        Args:
+            average_over: a process group, if this is the update's last batch and its backward is to begin
+                averaging the gradient.
+        """
         self.packed.training = True
         if self._graphs is not None:
             losses, backward = self._graphs.run(sample)
         else:
             losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
-        loss = _WithBackward.apply(self._trigger, losses.loss, backward)
+
+        def run(scale: Tensor) -> None:
+            backward(scale)
+            if average_over is not None:
+                self.packed.flat.begin_average(average_over)
+
+        loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
 
     def forward(self, batch: PackedBatch) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:

@@ -239,17 +239,20 @@ def test_norm(dtype: torch.dtype) -> None:
 def two_process_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    for way in ("averaged", "wrapped", "buckets"):
+    for way in ("averaged", "early", "wrapped", "buckets"):
         torch.manual_seed(0)
         model = Attention()
-        wrapper = model if way == "averaged" else ddp(model, gradient_as_bucket_view=way == "buckets")
+        own = way in ("averaged", "early")
+        wrapper = model if own else ddp(model, gradient_as_bucket_view=way == "buckets")
         flat = FlatParameters.of(model.parameters())  # fairseq wraps before it builds the optimizer
         for step in range(2):
             flat.zero_grad()
             backward(wrapper, seed=2 * step + rank)
-        if way == "averaged":
+        if own:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
             flat.local_only = True
+            if way == "early":
+                flat.begin_average(None)
             flat.average_grads(None)
             assert not flat.local_only
         flat.attach_grads()

@@ -30,7 +30,7 @@ from torch import Tensor
 from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.eligibility import group_of_last, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -93,7 +93,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         way = self._way_for(model) if reduce else "plain"
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
-            losses = way.train(sample, group_of_last(model)) if model.training else way.evaluate(sample)
+            training = model.training
+            losses = way.train(sample, last=not accumulating(model)) if training else way.evaluate(sample)
         elif way == "fused":
             losses = self._fused(model, sample)
         else:

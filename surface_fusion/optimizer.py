@@ -86,10 +86,10 @@ class FlatAdam(FairseqOptimizer):
             Infinite or NaN where a gradient is.
         """
         self.flat.attach_grads()
-        norm = self.flat.grad_norm() * self.optimizer.grad_factor
+        norm = self.flat.norm_on_host()  # waits for the device: in one process the only time in a step
+        norm = (norm * self.optimizer.grad_factor).cpu()
         if aggregate_norm_fn is not None:
             norm = aggregate_norm_fn(norm)
-        norm = norm.cpu()  # waits for the device: the only time in a step
         if max_norm > 0:
             self.multiply_grads(float((max_norm / (norm + 1e-6)).clamp(max=1)))
         return norm.float()

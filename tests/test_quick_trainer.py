@@ -11,7 +11,12 @@ from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
 from surface_fusion import quick_trainer
-from surface_fusion.quick_trainer import ReadOnceConfig, build_quickly, sum_over_processes
+from surface_fusion.quick_trainer import (
+    ReadOnceConfig,
+    build_quickly,
+    compare_norms_later,
+    sum_over_processes,
+)
 
 
 class Trainer:
@@ -122,3 +127,31 @@ def test_sums_on_a_gpu_come_back_in_one_piece(tmp_path: Path) -> None:
     assert list(found) == list(data) and not any(value.is_cuda for value in found.values())
     assert [value.tolist() for value in found.values()] == [1.5, 3, [4], 0.25, 7]
     assert {value.dtype for value in found.values()} == {torch.double}
+
+
+def test_norms_on_a_cpu_are_compared_by_fairseq(cfg: DictConfig) -> None:
+    asked = []
+    trainer = built(cfg)
+    for trainer._grad_norm_buf in (None, torch.zeros(2)):
+        compare_norms_later(lambda trainer, norm: asked.append(norm), trainer, torch.tensor(3.0))
+    assert asked == [3, 3]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_norms_on_a_gpu_are_compared_an_update_later(tmp_path: Path, cfg: DictConfig) -> None:
+    trainer = built(cfg)
+    trainer._grad_norm_buf = torch.zeros(2, dtype=torch.double, device="cuda")
+    trainer.data_parallel_process_group, trainer.data_parallel_rank = None, 1
+
+    def never(*given: Any) -> None:
+        raise AssertionError
+
+    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        compare_norms_later(never, trainer, torch.tensor(3.0))  # the other process's norm stays 0
+        with pytest.raises(FloatingPointError, match=r"of the update before differ.*\[0.0, 3.0\]"):
+            compare_norms_later(never, trainer, torch.tensor(3.0))
+        trainer.norms_on_host.fill_(3.0)
+        compare_norms_later(never, trainer, torch.tensor(4.0))
+    finally:
+        torch.distributed.destroy_process_group()

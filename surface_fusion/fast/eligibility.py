@@ -3,9 +3,7 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairseq.distributed import FullyShardedDataParallel
-from fairseq.distributed.utils import get_data_parallel_group
 from fairseq.modules import (
     FairseqDropout,
     LayerDropModuleList,
@@ -45,17 +43,13 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def group_of_last(model: Any) -> Any:
-    """The processes that average the gradient after this batch; None if there is one, or more batches follow.
+def accumulating(model: Any) -> bool:
+    """Whether more batches of this update follow: fairseq's trainer runs all but the last in ``no_sync()``.
 
-    fairseq's trainer runs the batches of an update but for the last (``--update-freq``) in ``no_sync()``.
+    *model* may be inside distributed wrappers; outside of them nobody knows, and it is False.
     """
-    if not dist.is_initialized():
-        return None
-    accumulating = getattr(model, "accumulate_grads", False)  # fairseq's wrapper; torch's has the other
-    if accumulating or not getattr(model, "require_backward_grad_sync", True):
-        return None
-    return get_data_parallel_group()
+    theirs = getattr(model, "accumulate_grads", False)  # fairseq's wrapper; torch's has the other
+    return theirs or not getattr(model, "require_backward_grad_sync", True)
 
 
 def why_not_fused(model: Any) -> str | None:

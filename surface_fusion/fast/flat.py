@@ -58,7 +58,8 @@ class FlatParameters:
         self.data = torch.zeros(size, dtype=dtype, device=device)
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
-        self._averaging: Optional[dist.Work] = None
+        self._averaged = False
+        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and when it is there
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -109,7 +110,7 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter is no view any more.
         """
-        if not self.local_only:  # else the fast step wrote here, and nothing elsewhere
+        if not self._written_here:
             self._attach()
 
     @torch.no_grad()
@@ -121,9 +122,13 @@ class FlatParameters:
                 grad.copy_(param.grad)
             param.grad = grad
 
+    @property
+    def _written_here(self) -> bool:
+        """Whether the fast step wrote all gradients, and nothing is elsewhere."""
+        return self.local_only or self._averaged
+
     def zero_grad(self) -> None:
         """Zero all gradients, wherever ``.grad`` points."""
-        self._end_averaging()
         first, (_, address) = next(iter(self._views.items()))
         if first.data_ptr() != address:
             self._attach()  # raises
@@ -131,7 +136,8 @@ class FlatParameters:
             if param.grad is not grad:
                 param.grad = grad
         self.grad.zero_()
-        self.local_only = False
+        self.local_only = self._averaged = False
+        self._norm = None
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm of the gradient, a scalar on its device, in float32 (float64 for float64)."""
@@ -139,32 +145,41 @@ class FlatParameters:
         rows = torch.linalg.vector_norm(self.grad.view(-1, NORM_ROW), dim=1, dtype=dtype)
         return torch.linalg.vector_norm(rows)
 
-    def begin_average(self, group: Optional[dist.ProcessGroup]) -> None:
-        """Begin what :meth:`average_grads` ends; until then the gradient must not be touched.
+    def begin_norm(self) -> None:
+        """Have :meth:`grad_norm` computed and sent to the host; the gradient does not change any more."""
+        if self.grad.is_cuda:
+            norm = self.grad_norm()
+            on_host = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record()
+            self._norm = on_host, sent
 
-        On a GPU it runs behind the backward, without the host having to come back in between.
-        """
+    def norm_on_host(self) -> Tensor:
+        """:meth:`grad_norm` on the CPU: what :meth:`begin_norm` has sent, if it has."""
+        if self._norm is None or not self._written_here:
+            return self.grad_norm().cpu()
+        norm, sent = self._norm
+        sent.synchronize()
+        return norm
+
+    def average_early(self, group: Optional[dist.ProcessGroup]) -> None:
+        """What :meth:`average_grads` does, before it is asked to: the host need not come back in between."""
         self._attach()
-        op = dist.ReduceOp.AVG
-        if dist.get_backend(group) != "nccl":
-            op = dist.ReduceOp.SUM
+        if dist.get_backend(group) == "nccl":
+            dist.all_reduce(self.grad, op=dist.ReduceOp.AVG, group=group)
+        else:
             self.grad.div_(dist.get_world_size(group))
-        self._averaging = dist.all_reduce(self.grad, op=op, group=group, async_op=True)
+            dist.all_reduce(self.grad, group=group)
+        self._averaged, self._norm = True, None
 
     def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
         """Average the gradient over the processes of *group* in one collective operation.
 
         Right also where a part was averaged before. ``local_only`` must be alike in all processes.
         """
-        if self._averaging is None:
-            self.begin_average(group)
-        self._end_averaging()
+        if not self._averaged:
+            self.average_early(group)
         self.local_only = False
-
-    def _end_averaging(self) -> None:
-        if self._averaging is not None:
-            self._averaging.wait()
-            self._averaging = None
 
     def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, (grad, address) in self._views.items():

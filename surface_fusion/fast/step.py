@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from fairseq.distributed.utils import get_data_parallel_group
 from torch import Tensor
 
 from surface_fusion.fast.compile_ahead import Compilation
@@ -71,12 +73,12 @@ class PackedStep:
         with torch.no_grad():
             return self.losses(pack(*_tokens(sample), self.padding_idx))
 
-    def train(self, sample: dict[str, Any], average_over: Any = None) -> LinearCrossEntropy:
+    def train(self, sample: dict[str, Any], last: bool = True) -> LinearCrossEntropy:
         """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer.
 
         Args:
-            average_over: a process group, if this is the update's last batch and its backward is to begin
-                averaging the gradient.
+            last: of an update's batches, as far as is known: then its backward also averages the gradient
+                over processes and measures its norm, all without waiting for the device.
         """
         self.packed.training = True
         if self._graphs is not None:
@@ -86,8 +88,12 @@ class PackedStep:
 
         def run(scale: Tensor) -> None:
             backward(scale)
-            if average_over is not None:
-                self.packed.flat.begin_average(average_over)
+            if last:
+                if dist.is_initialized():
+                    self.packed.flat.average_early(get_data_parallel_group())
+                self.packed.flat.begin_norm()
+            if self._graphs is not None:
+                self._graphs.record_pending()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
@@ -209,13 +215,14 @@ class Graphs:
     """The recordings made so far, which share their memory: one runs at a time.
 
     A batch takes the cheapest that holds it. Another is made where none does, or when what batches were
-    too small for theirs has added up to the price of one.
+    too small for theirs has added up to the price of one: then behind the backward, which it does not delay.
     """
 
     def __init__(self, step: PackedStep) -> None:
         self._step = step
         self._recordings: list[Recording] = []
         self._wasted = 0
+        self._pending: Capacity | None = None
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -226,19 +233,29 @@ class Graphs:
         needed = capacity_for(sentences, src_width, target.shape[1], int(sample["ntokens"]))
         return self._recording_for(needed, sample).run(sample)
 
+    def record_pending(self) -> None:
+        """Make the recording that has paid off, if one has; the device has work meanwhile."""
+        if self._pending is not None:
+            self._record(self._pending)
+            self._pending = None
+
     def _recording_for(self, needed: Capacity, sample: dict[str, Any]) -> Recording:
         holding = [r for r in self._recordings if r.capacity.holds(needed)]
         best = min(holding, key=lambda r: r.capacity.cost, default=None)
-        if best is not None:
-            self._wasted += best.capacity.cost - needed.cost
-            if self._wasted < RECORDING_ROWS or best.capacity.cost == needed.cost:
-                return best
+        if best is None:
+            return self._record(needed, sample)
+        self._wasted += best.capacity.cost - needed.cost
+        if self._wasted >= RECORDING_ROWS and best.capacity.cost > needed.cost:
+            self._pending = needed
+        return best
+
+    def _record(self, capacity: Capacity, sample: dict[str, Any] | None = None) -> Recording:
         self._wasted = 0
-        recording = Recording(self._step, needed, self._stream, self._pool)
-        recording.load(sample)
-        if not self._recordings:
+        recording = Recording(self._step, capacity, self._stream, self._pool)
+        if sample is not None and not self._recordings:
+            recording.load(sample)
             recording.rehearse()
         recording.record()
         self._recordings.append(recording)
-        logger.debug(f"recorded {needed}, the {len(self._recordings)}th")
+        logger.debug(f"recorded {capacity}, the {len(self._recordings)}th")
         return recording

@@ -8,12 +8,11 @@ import pytest
 import torch
 from fairseq.distributed import FullyShardedDataParallel, ModuleProxyWrapper
 from fairseq.distributed.legacy_distributed_data_parallel import LegacyDistributedDataParallel
-from fairseq.distributed.utils import get_data_parallel_group
 from tiny import build
 from torch import nn
 
 from surface_fusion.fast import eligibility
-from surface_fusion.fast.eligibility import group_of_last, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
 
 ATT = ("--surfacefusion", "att")
@@ -168,16 +167,15 @@ def test_what_only_the_kernels_can_do(
 
 
 @pytest.mark.parametrize("backend", [LegacyDistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_the_group_that_averages_after_an_updates_last_batch(tmp_path: Path, backend: Any) -> None:
+def test_an_updates_last_batch_is_known(tmp_path: Path, backend: Any) -> None:
     model = nn.Linear(2, 2)
-    assert group_of_last(model) is None  # one process
+    assert not accumulating(model)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        group = torch.distributed.group.WORLD
-        wrapper = ModuleProxyWrapper(backend(model, process_group=group))
-        assert group_of_last(wrapper) is get_data_parallel_group() is not None
+        wrapper = ModuleProxyWrapper(backend(model, process_group=torch.distributed.group.WORLD))
+        assert not accumulating(wrapper)
         with wrapper.no_sync():
-            assert group_of_last(wrapper) is None
-        assert group_of_last(wrapper) is not None
+            assert accumulating(wrapper)
+        assert not accumulating(wrapper)
     finally:
         torch.distributed.destroy_process_group()

@@ -252,7 +252,7 @@ def two_process_worker(rank: int, folder: str) -> None:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
             flat.local_only = True
             if way == "early":
-                flat.begin_average(None)
+                flat.average_early(None)
             flat.average_grads(None)
             assert not flat.local_only
         flat.attach_grads()
@@ -286,3 +286,10 @@ def test_on_a_gpu(model: Attention) -> None:
         assert flat.view(param, flat.grad).equal(other.grad)
     reference = torch.cat([p.grad.flatten() for p in expected.parameters()]).double().norm()
     torch.testing.assert_close(flat.grad_norm().double(), reference, rtol=1e-6, atol=0)
+    flat.begin_norm()
+    assert not flat.norm_on_host().is_cuda and flat.norm_on_host() == flat.grad_norm().cpu()
+    flat.local_only = True  # nothing changes the gradient behind its back
+    sent = flat.norm_on_host()
+    assert sent == flat.grad_norm().cpu()
+    flat.zero_grad()
+    assert flat.norm_on_host() == 0 != sent

@@ -31,7 +31,7 @@ class Dense(Combination):
             one[-1].fill_diagonal_(1)
         self.maps = nn.ParameterList(nn.Parameter(one) for one in maps)
 
-    def forward(self, kept: list[Tensor]) -> Tensor:
+    def combine(self, kept: list[Tensor]) -> Tensor:
         """x_{l+1}, ... x C."""
         if len(kept) == 1:
             return kept[0]

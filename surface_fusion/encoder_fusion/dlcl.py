@@ -34,7 +34,7 @@ class DLCL(Combination):
         """y, pre-norm through the LayerNorm of its depth."""
         return self.norms[depth](y) if self.normalize_before else y
 
-    def forward(self, kept: list[Tensor]) -> Tensor:
+    def combine(self, kept: list[Tensor]) -> Tensor:
         """x_{l+1}, ... x C."""
         count = len(kept)
         row = self.row(count).to(kept[0].dtype).unbind()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Combination(nn.Module):
-    """What a layer reads, from what the layers before it wrote.
+    """What a layer reads, from what the layers before it wrote: :meth:`keep` and :meth:`combine` of a method.
 
     Args:
         dim: width C.
@@ -27,11 +27,16 @@ class Combination(nn.Module):
         super().__init__()
         self.dim, self.layers, self.normalize_before = dim, layers, normalize_before
 
+    def forward(self, y: Tensor, kept: list[Tensor]) -> Tensor:
+        """x_{l+1} from y_l (... x C) and what was *kept* of y_0 ... y_{l-1}, to which y_l is added."""
+        kept.append(self.keep(y, len(kept)))
+        return self.combine(kept)
+
     def keep(self, y: Tensor, depth: int) -> Tensor:
         """What is kept of y_depth, ... x C."""
         return y
 
-    def forward(self, kept: list[Tensor]) -> Tensor:
+    def combine(self, kept: list[Tensor]) -> Tensor:
         """x_{l+1} from what was kept of y_0 ... y_l, ... x C each."""
         raise NotImplementedError
 
@@ -59,11 +64,9 @@ def _run(
     layer: Any, depth: int, kept: list[Tensor], combination: Combination, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Layer *depth* on *x*, the output before it; the last layer's result is combined, too."""
-    kept.append(combination.keep(x, depth))
-    result = layer(combination(kept), *args, **kwargs)
+    result = layer(combination(x, kept), *args, **kwargs)
     if depth + 1 < combination.layers:
         return result
     y, *rest = result if isinstance(result, tuple) else (result,)
-    kept.append(combination.keep(y, depth + 1))
-    y = combination(kept)
+    y = combination(y, kept)
     return (y, *rest) if isinstance(result, tuple) else y

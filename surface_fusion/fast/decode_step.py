@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
-from torch import Tensor, nn
+from torch import Tensor
 
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
+from surface_fusion.fast.groups import layers_of
 
 
 class StepOut(NamedTuple):
@@ -26,11 +27,6 @@ class StepOut(NamedTuple):
 
     features: Tensor
     attention: Tensor | None
-
-
-def layers_of(decoder: Any) -> list[Any]:
-    """The decoder's layers (iterating over fairseq's LayerDrop list draws random numbers)."""
-    return list(nn.ModuleList.__iter__(decoder.layers))
 
 
 class FusedWeights:
@@ -195,8 +191,10 @@ class DecodeCache:
         own_bias = torch.where(in_prefix, self.kept, self.masked).view(sentences, 1, beam, length * beam)
         source_bias = self.source_bias[..., :source]
 
-        x = self._embed(decoder)
-        query = x
+        x = query = self._embed(decoder)
+        combination, kept = decoder.combination, list[Tensor]()
+        if combination is not None:
+            x = combination(x, kept)
         attention = None
         for i, layer in enumerate(weights.layers):
             own, cross = layer.self_attn, layer.encoder_attn
@@ -228,8 +226,13 @@ class DecodeCache:
             x = F.linear(y, layer.fc2.weight, layer.fc2.bias).add_(x)
             if not layer.normalize_before:
                 x = _norm(layer.final_layer_norm, x)
+            last = layer is weights.layers[-1]
+            if combination is not None and last:
+                x = combination(x, kept)
             if i + 1 == getattr(decoder, "query_depth", None):
                 query = x
+            if combination is not None and not last:
+                x = combination(x, kept)
         self.position.add_(1)
 
         if decoder.layer_norm is not None:

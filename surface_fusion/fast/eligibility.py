@@ -17,8 +17,13 @@ from torch import nn
 
 from surface_fusion.attention import SurfaceAttention
 from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.encoder_fusion.dense import Dense
+from surface_fusion.encoder_fusion.dlcl import DLCL
+from surface_fusion.encoder_fusion.stack import CombinedLayers
+from surface_fusion.encoder_fusion.transparent import LayerAttention
 from surface_fusion.fast.attention import WIDEST_HEAD
 from surface_fusion.fast.flat import flat_of
+from surface_fusion.fast.groups import layers_of
 from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.layerwise import LayerwiseDecoderLayer
@@ -28,7 +33,7 @@ DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
     *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
     *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
-    *(WordDropout,),
+    *(WordDropout, CombinedLayers, DLCL, Dense, nn.ParameterList),
 }
 """What incremental decoding knows how to compute."""
 
@@ -85,7 +90,10 @@ def why_not_packed(model: Any) -> str | None:
         return "an optimizer that is not flat_adam" + (" with --memory-efficient-fp16" if half else "")
     if weight.is_cuda and not use_kernels(weight):
         return f"{weight.dtype} on a GPU without Triton"
-    if not all(parameter.requires_grad for parameter in model.parameters()):
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None:
+        frozen = [p for p in frozen if all(p is not q for q in encoder.layer_norm.parameters())]
+    if frozen:
         return "frozen parameters"
     widest = max(
         cfg.encoder.embed_dim // cfg.encoder.attention_heads,
@@ -94,7 +102,6 @@ def why_not_packed(model: Any) -> str | None:
     )
     for flag, reason in (
         (cfg.encoder.layerdrop > 0 or cfg.decoder.layerdrop > 0, "LayerDrop"),
-        (getattr(encoder, "combination", None) is not None, f"--encoder-fusion {cfg.encoder_fusion}"),
         (cfg.no_encoder_fnn or cfg.no_decoder_fnn, "layers without feed-forward sublayer"),
         (cfg.source_word_dropout > 0 or cfg.target_word_dropout > 0, "word dropout"),
         (cfg.checkpoint_activations, "--checkpoint-activations"),
@@ -110,7 +117,7 @@ def why_not_packed(model: Any) -> str | None:
         if flag:
             return reason
     known = (TransformerEncoderLayerBase, TransformerDecoderLayerBase, LayerwiseDecoderLayer)
-    for layer in [*encoder.layers, *decoder.layers]:
+    for layer in [*layers_of(encoder), *layers_of(decoder)]:
         if type(layer) not in known:
             return f"a layer of type {type(layer).__name__}"
         for part in SCALES:
@@ -125,8 +132,6 @@ def why_not_fast(decoder: Any) -> str | None:
     """Why *decoder* must decode by its modules, or None if it need not."""
     if decoder.cfg.sf_plain:
         return "--sf-plain"
-    if decoder.combination is not None:
-        return f"--encoder-fusion {decoder.cfg.encoder_fusion}"
     if decoder.cfg.cross_self_attention:
         return "--cross-self-attention"
     if torch.is_autocast_enabled(next(decoder.parameters()).device.type):

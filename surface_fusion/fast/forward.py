@@ -18,7 +18,7 @@ from surface_fusion.encoder_fusion import LayerAttention, fused_states
 from surface_fusion.fast.attention import attend, attend_self
 from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
 from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.groups import memory_projections, self_projections
+from surface_fusion.fast.groups import layers_of, memory_projections, self_projections
 from surface_fusion.fast.packed import PackedBatch, PackedRows
 from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.pooling import PUBLISHED_FIRST_ID
@@ -36,6 +36,34 @@ class Features(NamedTuple):
 
     rows: Tensor
     gate: Tensor | float | None
+
+
+class _Stream(NamedTuple):
+    """What travels through a stack: N x C each.
+
+    Attributes:
+        residual: to which a sublayer's result is added.
+        read: what the next sublayer reads, normed or not.
+        states: the stack's input and its layers' outputs.
+        kept: of them, where layers read combinations.
+    """
+
+    residual: Tensor
+    read: Tensor
+    states: list[Tensor]
+    kept: list[Tensor]
+
+    def after(self, residual: Tensor, read: Tensor) -> "_Stream":
+        """Behind a sublayer."""
+        return self._replace(residual=residual, read=read)
+
+
+def _norm_before(stack: Any, i: int) -> Any:
+    """The LayerNorm in front of layer *i*, or behind the last: None in a post-norm stack."""
+    layers = layers_of(stack)
+    if i == len(layers):
+        return stack.layer_norm
+    return layers[i].self_attn_layer_norm if layers[i].normalize_before else None
 
 
 class PackedTransformer:
@@ -70,7 +98,15 @@ class PackedTransformer:
         return self._known[key]
 
     def _of(self, parameter: nn.Parameter) -> Tensor:
+        if not parameter.requires_grad:
+            return parameter.detach()
         return self._leaf(id(parameter), parameter, self.flat.view(parameter, self.flat.grad))
+
+    def _call(self, module: nn.Module, *args: Any) -> Tensor:
+        """A module that is small or rare, by its own forward."""
+        parameters = {name: self._of(parameter) for name, parameter in module.named_parameters()}
+        result: Tensor = functional_call(module, parameters, args)
+        return result
 
     def _linear(self, x: Tensor, module: Any) -> Tensor:
         return F.linear(x, self._of(module.weight), None if module.bias is None else self._of(module.bias))
@@ -118,14 +154,35 @@ class PackedTransformer:
         weights = self._of(layer.fc1.weight), self._of(layer.fc1.bias)
         return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
 
-    def _feed_forward(self, x: Tensor, residual: Tensor, stack: Any, i: int) -> tuple[Tensor, Tensor]:
-        """The last sublayer of layer *i*; its result as :meth:`_end_sublayer`'s."""
-        layer, last = stack.layers[i], i + 1 == len(stack.layers)
+    def _begin(self, x: Tensor, stack: Any) -> "_Stream":
+        """The stack's input, and what its first layer reads."""
+        stream = _Stream(x, x, [], [])
+        if stack.combination is None:
+            norm = _norm_before(stack, 0)
+            return stream._replace(read=x if norm is None else self._norm(x, norm), states=[x])
+        return self._combined(stream, stack)
+
+    def _feed_forward(self, stream: "_Stream", stack: Any, i: int) -> "_Stream":
+        """The last sublayer of layer *i*, and what the next one or the decoder reads."""
+        layer = stack.layers[i]
         norm = layer.final_layer_norm
         if layer.normalize_before:
-            norm = stack.layer_norm if last else stack.layers[i + 1].self_attn_layer_norm
-        x = self._hidden(x, layer, layer.activation_dropout_module)
-        return self._end_sublayer(x, layer.fc2, residual, norm, layer)
+            norm = None if stack.combination is not None else _norm_before(stack, i + 1)
+        x = self._hidden(stream.read, layer, layer.activation_dropout_module)
+        residual, read = self._end_sublayer(x, layer.fc2, stream.residual, norm, layer)
+        stream = stream._replace(residual=residual, read=read)
+        if stack.combination is not None:
+            return self._combined(stream, stack)
+        return stream._replace(states=[*stream.states, residual])
+
+    def _combined(self, stream: "_Stream", stack: Any) -> "_Stream":
+        """After ``encoder_fusion/stack.py``: a layer reads what is made of all outputs before it."""
+        kept, depth = list(stream.kept), len(stream.kept)
+        x = self._call(stack.combination, stream.residual, kept)
+        norm = _norm_before(stack, depth)
+        last = depth == len(stack.layers)
+        states = [*stream.states, x if last else stream.residual]
+        return _Stream(x, x if norm is None else self._norm(x, norm), states, kept)
 
     def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
         attention = layer.self_attn
@@ -168,18 +225,15 @@ class PackedTransformer:
         elif self._rate(stack.dropout_module) > 0:
             mask = self._drop(torch.ones_like(x), stack.dropout_module)  # one for both
             x, surface = x * mask, surface * mask
-        layers = list(stack.layers)
-        residual, states = x, [x]
-        if layers[0].normalize_before:
-            x = self._norm(x, layers[0].self_attn_layer_norm)
-        for i, layer in enumerate(layers):
-            before = layer.normalize_before
-            x = self._self_attention(x, layer, rows, causal=False)
-            norm = layer.final_layer_norm if before else layer.self_attn_layer_norm
-            residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
-            residual, x = self._feed_forward(x, residual, stack, i)
-            states.append(residual)
-        return Encoded(self._memories(embed, states, x), surface)
+        stream = self._begin(x, stack)
+        for i, layer in enumerate(layers_of(stack)):
+            x = self._self_attention(stream.read, layer, rows, causal=False)
+            norm = layer.final_layer_norm if layer.normalize_before else layer.self_attn_layer_norm
+            stream = stream.after(
+                *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
+            )
+            stream = self._feed_forward(stream, stack, i)
+        return Encoded(self._memories(embed, stream.states, stream.read), surface)
 
     def _memories(self, embed: Tensor, states: list[Tensor], out: Tensor) -> dict[int, Tensor]:
         """What the decoder's layers read, from the embeddings, all states and the encoder's output."""
@@ -187,8 +241,7 @@ class PackedTransformer:
         if fusion is None:
             return {**dict(enumerate(states[1:])), len(states) - 2: out, -1: out}
         states = fused_states(self.cfg, fusion, states, lambda: embed)
-        parameters = {name: self._of(parameter) for name, parameter in fusion.named_parameters()}
-        fused = functional_call(fusion, parameters, (states,))
+        fused = self._call(fusion, states)
         if isinstance(fusion, LayerAttention):
             mixed = fused.unflatten(-1, (-1, out.shape[-1])).unbind(-2)
             return {**dict(enumerate(mixed)), -1: out}
@@ -225,31 +278,29 @@ class PackedTransformer:
             kv[memory] = iter(both.view(len(both), len(projections), heads, -1).unbind(1))
         _, x = self._embed(stack, rows)
         x = self._drop(x, stack.dropout_module)
-        layers = list(stack.layers)
-        residual, states = x, [x]
-        if layers[0].normalize_before:
-            x = self._norm(x, layers[0].self_attn_layer_norm)
-        for i, layer in enumerate(layers):
+        stream = self._begin(x, stack)
+        for i, layer in enumerate(layers_of(stack)):
             before = layer.normalize_before
-            x = self._self_attention(x, layer, rows, causal=True)
+            x = self._self_attention(stream.read, layer, rows, causal=True)
             norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
-            residual, x = self._end_sublayer(x, layer.self_attn.out_proj, residual, norm, layer)
+            stream = stream.after(
+                *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
+            )
 
             attention = layer.encoder_attn
-            q = self._linear(x, attention.q_proj).view(len(x), attention.num_heads, -1)
+            q = self._linear(stream.read, attention.q_proj).view(len(x), attention.num_heads, -1)
             k, v = (next(kv[getattr(layer, "memory_index", -1)]) for _ in range(2))
             rate = self._rate(attention.dropout_module)
             x = attend(q, k, v, rows, batch.src, rate=rate, seed=self._seed()).flatten(1)
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
-            residual, x = self._end_sublayer(x, attention.out_proj, residual, norm, layer)
-
-            residual, x = self._feed_forward(x, residual, stack, i)
-            states.append(residual)
+            stream = stream.after(*self._end_sublayer(x, attention.out_proj, stream.residual, norm, layer))
+            stream = self._feed_forward(stream, stack, i)
+        x = stream.read
         if stack.project_out_dim is not None:
             x = self._linear(x, stack.project_out_dim)
         if self.cfg.surfacefusion is None:
             return Features(x, None)
-        return self._fuse(x, self._read_surface(states, batch, encoded))
+        return self._fuse(x, self._read_surface(stream.states, batch, encoded))
 
     def _read_surface(self, states: list[Tensor], batch: PackedBatch, encoded: Encoded) -> Tensor:
         if self.cfg.surfacefusion != "att":

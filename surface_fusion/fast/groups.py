@@ -4,7 +4,6 @@
 read the same input. Names and shapes in checkpoints do not change.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 def group_parameters(model: Any) -> None:
     """Mark the parameters of *model* for :class:`surface_fusion.fast.flat.FlatParameters`."""
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        for i, layer in enumerate(_layers(stack)):
+        for i, layer in enumerate(layers_of(stack)):
             _mark(f"{name}.layers.{i}.self_attn", self_projections(layer))
     for memory, projections in memory_projections(model.decoder).items():
         _mark(f"decoder.memory.{memory}", projections)
@@ -31,7 +30,7 @@ def memory_projections(decoder: Any) -> dict[int, list[Any]]:
     That is -1, the encoder's output, for all, or each layer's own with layer-wise attention.
     """
     found: dict[int, list[Any]] = {}
-    for layer in _layers(decoder):
+    for layer in layers_of(decoder):
         attention = getattr(layer, "encoder_attn", None)
         if attention is not None:
             memory = getattr(layer, "memory_index", -1)
@@ -39,10 +38,9 @@ def memory_projections(decoder: Any) -> dict[int, list[Any]]:
     return found
 
 
-def _layers(stack: Any) -> Iterator[Any]:
+def layers_of(stack: Any) -> list[Any]:
     """All layers, also those that LayerDrop would drop, without what FSDP wraps them in."""
-    for layer in nn.ModuleList.__iter__(stack.layers):
-        yield getattr(layer, "module", layer)
+    return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]
 
 
 def _mark(name: str, projections: list[Any]) -> None:

@@ -81,8 +81,7 @@ def test_padding_changes_nothing(name: str, variant: str) -> None:
 @pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=["fast", "plain"])
 def test_incremental_equals_full(name: str, variant: str, plain: tuple[str, ...]) -> None:
     model = shaken(*flags_of(name, variant), *plain)
-    inside = f"--encoder-fusion {name}" if name in INSIDE else None
-    assert why_not_fast(model.decoder) == ("--sf-plain" if plain else inside)
+    assert why_not_fast(model.decoder) == ("--sf-plain" if plain else None)
     assert_incremental_equals_full(model)
 
 
@@ -102,21 +101,14 @@ def test_every_parameter_is_trained(name: str, variant: str) -> None:
 @methods
 @variants
 def test_the_fast_step(name: str, variant: str) -> None:
-    """Loss and gradients on packed rows are the modules', where the method allows that."""
+    """Loss and gradients on packed rows are the modules'."""
     model = shaken(*flags_of(name, variant))
     sample = batch()
     expected, value = gradients(model, sample), loss(model, sample)
     model.zero_grad(set_to_none=True)
-    flat = FlatParameters.of(model.parameters())
+    flat = FlatParameters.of(p for p in model.parameters() if p.requires_grad)
     assert why_not_fused(model) is None
-    reason = why_not_packed(model)
-    if name in INSIDE:
-        assert reason == f"--encoder-fusion {name}"
-        return
-    if norm_is_frozen(name, variant):
-        assert reason == "frozen parameters"
-        return
-    assert reason is None
+    assert why_not_packed(model) is None
     flat.zero_grad()
     packed = PackedTransformer(model, flat)
     packed.training = False
@@ -126,6 +118,8 @@ def test_the_fast_step(name: str, variant: str) -> None:
     torch.testing.assert_close(found.loss, value, rtol=1e-5, atol=1e-5)
     backward(torch.tensor(1.0))
     for parameter_name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         torch.testing.assert_close(
             parameter.grad, expected[parameter_name], rtol=1e-4, atol=2e-5, msg=parameter_name
         )

@@ -254,14 +254,14 @@ def test_dlcl(before: bool) -> None:
     y = states(LAYERS + 1)
     kept = []
     for depth in range(LAYERS + 1):
-        kept.append(module.keep(y[depth], depth))
+        got = module(y[depth], kept)
         w = module.weight[depth * (depth + 1) // 2 :][: depth + 1]
         if before:
             expected = sum(w[k] * norm(module.norms[k], y[k]) for k in range(depth + 1))
         else:
             expected = sum(w[k] * y[k] for k in range(depth + 1))
             expected = norm(module.norms[depth - 1], expected) if depth else expected
-        torch.testing.assert_close(module(kept), expected)
+        torch.testing.assert_close(got, expected)
 
 
 def test_dlcl_begins_as_an_average() -> None:
@@ -277,11 +277,11 @@ def test_dense() -> None:
     y = states(LAYERS + 1)
     module.double()
     for count in range(1, LAYERS + 2):
-        torch.testing.assert_close(module(y[:count]), y[count - 1])  # at first, as if it were not there
+        torch.testing.assert_close(module.combine(y[:count]), y[count - 1])  # at first
     shaken(module)
     for count in range(2, LAYERS + 2):
         expected = torch.cat(y[:count], -1) @ torch.cat([*module.maps[count - 2]], 1).t()
-        torch.testing.assert_close(module(y[:count]), expected)
+        torch.testing.assert_close(module.combine(y[:count]), expected)
 
 
 # Sizes, for d = 512 and L = 6, as each method's file states them

@@ -85,8 +85,8 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
 def _dlcl(combination: DLCL, stack: str) -> LayerWeights:
     size = combination.layers + 1
     values = torch.full((size, size), float("nan"))
-    for count in range(1, size + 1):
-        values[:count, count - 1] = combination.row(count)
+    for depth, read in enumerate(combination.sizes):
+        values[depth + 1 - read : depth + 1, depth] = combination.row(depth)
     columns = [*(str(n) for n in range(1, size)), "out"]
     return LayerWeights(f"layers_{stack}", values, 0, f"read by {stack} layer", columns)
 

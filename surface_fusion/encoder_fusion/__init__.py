@@ -60,4 +60,5 @@ def fused_states(
 def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
     """What the layers of *stack*, a part of *cfg* of width *dim*, read, if the method acts inside."""
     build = INSIDE_THE_STACKS.get(cfg.encoder_fusion)
-    return None if build is None else build(dim, stack.layers, stack.normalize_before)
+    embedding = not cfg.no_encoder_fusion_embedding
+    return None if build is None else build(dim, stack.layers, stack.normalize_before, embedding)

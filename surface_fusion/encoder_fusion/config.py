@@ -40,6 +40,10 @@ class EncoderFusionConfig(TransformerConfig):
         default=False,
         metadata={"help": "the embedding layer takes part in --encoder-fusion, as layer 0"},
     )
+    no_encoder_fusion_embedding: bool = field(
+        default=False,
+        metadata={"help": "dlcl, dense: no layer but the first reads the embedding layer, which all do else"},
+    )
     extra_encoder_layers: int = field(
         default=1, metadata={"help": "layers that --encoder-fusion extra-layers puts on top"}
     )

@@ -7,7 +7,7 @@ y_0 is the embedding layer, which layer 1 reads as it is. The maps begin as the 
 output, that is as the plain Transformer.
 
 Inside encoder and decoder. Parameters of a stack of L layers: ``(L (L + 3) / 2) C^2``; 7,077,888 for C =
-512 and 6 layers, twice that for both stacks.
+512 and 6 layers, twice that for both stacks; with ``--no-encoder-fusion-embedding`` L C^2 less each.
 """
 
 import torch
@@ -24,18 +24,18 @@ class Dense(Combination):
         maps: of the layers 2 ... L and of the result: (l + 1) x C x C.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
-        super().__init__(dim, layers, normalize_before)
-        maps = [torch.zeros(n, dim, dim) for n in range(2, layers + 2)]
+    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
+        super().__init__(dim, layers, normalize_before, embedding)
+        maps = [torch.zeros(n, dim, dim) for n in self.sizes[1:]]
         for one in maps:
             one[-1].fill_diagonal_(1)
         self.maps = nn.ParameterList(nn.Parameter(one) for one in maps)
 
-    def combine(self, kept: list[Tensor]) -> Tensor:
+    def combine(self, kept: list[Tensor], depth: int) -> Tensor:
         """x_{l+1}, ... x C."""
-        if len(kept) == 1:
+        if depth == 0:
             return kept[0]
-        maps = self.maps[len(kept) - 2].unbind()
+        maps = self.maps[depth - 1].unbind()
         total = F.linear(kept[0], maps[0])
         for y, one in zip(kept[1:], maps[1:], strict=True):
             total = total + F.linear(y, one)

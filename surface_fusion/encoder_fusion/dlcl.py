@@ -6,8 +6,9 @@
 over k = 0 ... l, y_0 being the embedding layer. W^{l+1} are l + 1 numbers, all 1/(l+1) at first.
 (Post-norm, layer 1 reads y_0 without a LayerNorm.)
 
-Inside encoder and decoder. Parameters of a stack of L layers: ``(L + 1)(L + 2)/2`` numbers and ``L + 1``
-LayerNorms (post-norm: L) of 2 C; 6,172 for C = 512 and 6 layers post-norm, twice that for both stacks.
+Inside encoder and decoder. Parameters of a stack of L layers: ``(L + 1)(L + 2)/2`` numbers (without the
+embedding L less) and ``L + 1`` LayerNorms (post-norm: L) of 2 C; 6,172 for C = 512 and 6 layers post-norm,
+twice that for both stacks.
 """
 
 import torch
@@ -24,9 +25,9 @@ class DLCL(Combination):
         weight: the rows W^1 ... W^{L+1} one after another.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
-        super().__init__(dim, layers, normalize_before)
-        rows = [torch.full((n,), 1 / n) for n in range(1, layers + 2)]
+    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
+        super().__init__(dim, layers, normalize_before, embedding)
+        rows = [torch.full((n,), 1 / n) for n in self.sizes]
         self.weight = nn.Parameter(torch.cat(rows))
         self.norms = nn.ModuleList(LayerNorm(dim) for _ in range(layers + normalize_before))
 
@@ -34,18 +35,17 @@ class DLCL(Combination):
         """y, pre-norm through the LayerNorm of its depth."""
         return self.norms[depth](y) if self.normalize_before else y
 
-    def combine(self, kept: list[Tensor]) -> Tensor:
+    def combine(self, kept: list[Tensor], depth: int) -> Tensor:
         """x_{l+1}, ... x C."""
-        count = len(kept)
-        row = self.row(count).to(kept[0].dtype).unbind()
+        row = self.row(depth).to(kept[0].dtype).unbind()
         total = row[0] * kept[0]
         for weight, y in zip(row[1:], kept[1:], strict=True):
             total = total + weight * y
-        if self.normalize_before or count == 1:
+        if self.normalize_before or depth == 0:
             return total
-        normed: Tensor = self.norms[count - 2](total)
+        normed: Tensor = self.norms[depth - 1](total)
         return normed
 
-    def row(self, count: int) -> Tensor:
-        """W of the layer that reads *count* outputs."""
-        return self.weight.narrow(0, count * (count - 1) // 2, count)
+    def row(self, depth: int) -> Tensor:
+        """W^{l+1} for l = *depth*."""
+        return self.weight.split(self.sizes)[depth]

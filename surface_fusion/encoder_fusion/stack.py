@@ -1,7 +1,8 @@
 """Methods that act inside a stack: each layer reads a combination of all outputs before it.
 
 With y_0 the stack's input and y_l the output of layer l, layer l + 1 reads ``x_{l+1} = combine(y_0 ...
-y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. Encoder and decoder have a
+y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. With
+``--no-encoder-fusion-embedding`` only layer 1 reads y_0, the embedding layer. Encoder and decoder have a
 combination each; the positions of a sequence do not meet, so that decoding token by token needs no state.
 
 Memory is linear in layers: the outputs are kept, which a backward needs anyway, and added up one by one.
@@ -21,23 +22,29 @@ class Combination(nn.Module):
         dim: width C.
         layers: L, of the stack.
         normalize_before: whether its layers are pre-norm.
+        embedding: whether layers after the first read y_0, too.
+
+    Attributes:
+        sizes: how many outputs layers 1 ... L and whoever reads the result combine.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool) -> None:
+    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
         super().__init__()
         self.dim, self.layers, self.normalize_before = dim, layers, normalize_before
+        self.sizes = [max(1, depth + embedding) for depth in range(layers + 1)]
 
     def forward(self, y: Tensor, kept: list[Tensor]) -> Tensor:
         """x_{l+1} from y_l (... x C) and what was *kept* of y_0 ... y_{l-1}, to which y_l is added."""
-        kept.append(self.keep(y, len(kept)))
-        return self.combine(kept)
+        depth = len(kept)
+        kept.append(self.keep(y, depth))
+        return self.combine(kept[-self.sizes[depth] :], depth)
 
     def keep(self, y: Tensor, depth: int) -> Tensor:
         """What is kept of y_depth, ... x C."""
         return y
 
-    def combine(self, kept: list[Tensor]) -> Tensor:
-        """x_{l+1} from what was kept of y_0 ... y_l, ... x C each."""
+    def combine(self, kept: list[Tensor], depth: int) -> Tensor:
+        """x_{l+1} for l = *depth* from what was kept of the outputs that it reads, ... x C each."""
         raise NotImplementedError
 
 

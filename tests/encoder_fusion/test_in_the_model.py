@@ -35,6 +35,7 @@ VARIANTS = {
     "pre-norm": PRE_NORM,
     "trained key": (*PRE_NORM, *ATT, "--sf-no-detach"),
     "embedding": ("--encoder-fusion-embedding", *ATT),
+    "without embedding": ("--no-encoder-fusion-embedding", *ATT),
     "all at once": (*PRE_NORM, "--encoder-fusion-embedding", "--surfacefusion", "mean", "--sf-mode", "soft"),
 }
 

@@ -29,6 +29,7 @@ def config(name: str, **changes: Any) -> Any:
         "decoder": SimpleNamespace(layers=DECODER_LAYERS, **stack),
         "encoder_fusion": name,
         "encoder_fusion_embedding": False,
+        "no_encoder_fusion_embedding": False,
         "dwatt_bottleneck": 0,
         "dwatt_d_pos": 24,
         "dwatt_scaling": False,
@@ -246,42 +247,53 @@ def test_dropout_of_the_weights(dropconnect: bool) -> None:
 # Inside the stacks
 
 
+@pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
 @pytest.mark.parametrize("before", [False, True], ids=["post-norm", "pre-norm"])
-def test_dlcl(before: bool) -> None:
+def test_dlcl(before: bool, embedding: bool) -> None:
     stack = SimpleNamespace(layers=LAYERS, normalize_before=before)
-    module: Any = shaken(build_combination(config("dlcl"), stack, DIM))
+    cfg = config("dlcl", no_encoder_fusion_embedding=not embedding)
+    module: Any = shaken(build_combination(cfg, stack, DIM))
     assert len(module.norms) == LAYERS + before
     y = states(LAYERS + 1)
-    kept = []
+    kept, start = [], 0
     for depth in range(LAYERS + 1):
         got = module(y[depth], kept)
-        w = module.weight[depth * (depth + 1) // 2 :][: depth + 1]
+        read = [0] if depth == 0 else [*range(0 if embedding else 1, depth + 1)]
+        w = dict(zip(read, module.weight[start : start + len(read)], strict=True))
+        start += len(read)
         if before:
-            expected = sum(w[k] * norm(module.norms[k], y[k]) for k in range(depth + 1))
+            expected = sum(w[k] * norm(module.norms[k], y[k]) for k in read)
         else:
-            expected = sum(w[k] * y[k] for k in range(depth + 1))
+            expected = sum(w[k] * y[k] for k in read)
             expected = norm(module.norms[depth - 1], expected) if depth else expected
         torch.testing.assert_close(got, expected)
+    assert start == module.weight.numel()
 
 
 def test_dlcl_begins_as_an_average() -> None:
     stack = SimpleNamespace(layers=LAYERS, normalize_before=True)
     module: Any = build_combination(config("dlcl"), stack, DIM)
-    rows = [module.row(count).tolist() for count in range(1, LAYERS + 2)]
+    rows = [module.row(depth).tolist() for depth in range(LAYERS + 1)]
     assert rows == [pytest.approx([1 / count] * count) for count in range(1, LAYERS + 2)]
 
 
-def test_dense() -> None:
+@pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
+def test_dense(embedding: bool) -> None:
     stack = SimpleNamespace(layers=LAYERS, normalize_before=False)
-    module: Any = build_combination(config("dense"), stack, DIM)
+    module: Any = build_combination(config("dense", no_encoder_fusion_embedding=not embedding), stack, DIM)
     y = states(LAYERS + 1)
     module.double()
-    for count in range(1, LAYERS + 2):
-        torch.testing.assert_close(module.combine(y[:count]), y[count - 1])  # at first
+    kept: list[Any] = []
+    for depth in range(LAYERS + 1):
+        torch.testing.assert_close(module(y[depth], kept), y[depth])  # at first
     shaken(module)
-    for count in range(2, LAYERS + 2):
-        expected = torch.cat(y[:count], -1) @ torch.cat([*module.maps[count - 2]], 1).t()
-        torch.testing.assert_close(module.combine(y[:count]), expected)
+    kept = []
+    for depth in range(LAYERS + 1):
+        got = module(y[depth], kept)
+        if depth > 0:
+            read = y[0 if embedding else 1 : depth + 1]
+            expected = torch.cat(read, -1) @ torch.cat([*module.maps[depth - 1]], 1).t()
+            torch.testing.assert_close(got, expected)
 
 
 # Sizes, for d = 512 and L = 6, as each method's file states them
@@ -316,6 +328,9 @@ def test_stated_size(name: str) -> None:
 def test_stated_size_inside_a_stack(name: str, before: bool, size: int) -> None:
     stack = SimpleNamespace(layers=6, normalize_before=before)
     assert parameters(build_combination(config(name), stack, 512)) == size
+    without = config(name, no_encoder_fusion_embedding=True)
+    less = 6 if name == "dlcl" else 6 * 512**2
+    assert parameters(build_combination(without, stack, 512)) == size - less
 
 
 def test_the_size_that_the_paper_prints() -> None:

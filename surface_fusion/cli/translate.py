@@ -6,17 +6,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 
-SUMMARY = "translate raw text from standard input, line by line"
-
 LINES_AT_ONCE = 64
+SUMMARY = "translate raw text from standard input, line by line"
 
 
 def _parser() -> OneLineParser:
@@ -31,6 +31,15 @@ def _parser() -> OneLineParser:
     parser.add_argument("folder", metavar="MODEL_DIR", type=Path, help="such as runs/demo")
     parser.add_argument("--checkpoint", metavar="NAME", help="another file of the folder")
     parser.add_argument("--beam", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="below each translation a table: what the softmax layer's branches would have said of each "
+        "token, and which source token was read most",
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="DIR", help="--explain: also tables and heat maps, DIR/1 for line 1"
+    )
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     add_trust_flag(parser)
     return parser
@@ -69,11 +78,18 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
     return ModelFiles(found, data, models[0])
 
 
-def translations(hub: Any, lines: Iterator[str], beam: int) -> Iterator[str]:
-    """One translation a line; of an empty line, and of one that is too long, an empty one."""
+class Translation(NamedTuple):
+    """A line's, and the token ids of source and target, if it was translated."""
+
+    text: str
+    tokens: tuple[Tensor, Tensor] | None = None
+
+
+def translations(hub: Any, lines: Iterator[str], beam: int, at_once: int) -> Iterator[Translation]:
+    """One a line; of an empty line, and of one that is too long, an empty one."""
     limit = hub.max_positions[0]
     number = 0
-    while part := [line.strip() for line in itertools.islice(lines, LINES_AT_ONCE)]:
+    while part := [line.strip() for line in itertools.islice(lines, at_once)]:
         tokens = [hub.encode(line) for line in part]
         wanted = [i for i, line in enumerate(part) if line and len(tokens[i]) <= limit]
         for i in range(len(part)):
@@ -83,11 +99,12 @@ def translations(hub: Any, lines: Iterator[str], beam: int) -> Iterator[str]:
                     f"model takes {limit}; its translation is left empty",
                     file=sys.stderr,
                 )
-        found = dict.fromkeys(range(len(part)), "")
+        found = dict.fromkeys(range(len(part)), Translation(""))
         if wanted:
             generated = hub.generate([tokens[i] for i in wanted], beam=beam)
             for i, hypotheses in zip(wanted, generated, strict=True):
-                found[i] = hub.decode(hypotheses[0]["tokens"])
+                target = hypotheses[0]["tokens"]
+                found[i] = Translation(hub.decode(target), (tokens[i], target.cpu()))
         yield from found.values()
         number += len(part)
 
@@ -98,6 +115,8 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
+    if args.out is not None and not args.explain:
+        parser.error("-o goes with --explain")
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
@@ -112,5 +131,19 @@ def run(argv: Sequence[str]) -> None:
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
-    for line in translations(hub, iter(sys.stdin), args.beam):
-        print(line, flush=True)
+    somebody_waits = args.explain or sys.stdin.isatty()
+    found = translations(hub, iter(sys.stdin), args.beam, at_once=1 if somebody_waits else LINES_AT_ONCE)
+    for number, translation in enumerate(found, 1):
+        print(translation.text, flush=True)
+        if args.explain and translation.tokens is not None:
+            for line in _explained(hub, translation.tokens, args.out and args.out / str(number)):
+                print(f"    {line}", flush=True)
+
+
+def _explained(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
+    from surface_fusion.analysis.explain import explain, loaded_pair, write
+
+    loaded = loaded_pair(hub.models[0], hub.task, *tokens)
+    if out is not None:
+        write(loaded, out)
+    return explain(loaded)

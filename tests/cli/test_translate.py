@@ -44,11 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def translated(folder: Path, text: str, monkeypatch: Any, capsys: Any) -> tuple[list[str], str]:
+def translated(
+    folder: Path, text: str, monkeypatch: Any, capsys: Any, *flags: object
+) -> tuple[list[str], str]:
     """The lines that came out, and what was said on stderr."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     capsys.readouterr()
-    assert main(["translate", str(folder), "--beam", "2", "--cpu"]) == 0
+    assert main(["translate", str(folder), "--beam", "2", "--cpu", *map(str, flags)]) == 0
     out, err = capsys.readouterr()
     assert out.endswith("\n")
     return out.split("\n")[:-1], err
@@ -72,6 +74,27 @@ def test_the_same_alone_and_among_others(
     assert len(together) == len(text)
     for i in (0, 3, len(text) - 1):
         assert translated(folder, text[i], monkeypatch, capsys)[0] == [together[i]]
+
+
+def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Each translation as without, and below it a table; files where they were asked for."""
+    text = "Good morning.\n\nTom is here."
+    plain, _ = translated(folder, text, monkeypatch, capsys)
+    out, _ = translated(folder, text, monkeypatch, capsys, "--explain", "-o", tmp_path)
+    assert [line for line in out if not line.startswith("    ")] == plain
+    heads = [line for line in out if line.startswith("    token")]
+    named = ("target branch", "surface branch", "read by surface", "read by decoder")
+    assert len(heads) == 2 and all(name in heads[0] for name in named)
+    assert sum(line.startswith("    </s>") for line in out) == 2
+    assert sum("the surface changed the first word" in line for line in out) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    made = {path.name for path in (tmp_path / "3").iterdir()}
+    assert {"branches.csv", "align_surface.png", "align_decoder.svg"} <= made
+
+
+def test_out_is_for_explanations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", str(folder), "-o", "x"]) != 0
+    assert "-o goes with --explain" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""A translation, token by token: what each branch would have said, and where in the source it looked.
+
+What ``analyse branches`` and ``analyse align`` do for a data set, for sentences and the translations that a
+model has just made of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fairseq.data import LanguagePairDataset
+from torch import Tensor
+
+from surface_fusion.analysis import align, branches
+from surface_fusion.analysis.loaded import Loaded
+
+DECIDES, COPIES = "*", "="
+
+
+def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded:
+    """A data set of one sentence and its translation: token ids that end in </s>."""
+    sizes = [[len(side)] for side in (source, target)]
+    pair: Any = LanguagePairDataset(
+        *([source], sizes[0], task.source_dictionary, [target], sizes[1], task.target_dictionary),
+        left_pad_source=task.cfg.left_pad_source,
+        left_pad_target=task.cfg.left_pad_target,
+    )
+    task.datasets["typed"] = pair
+    return Loaded(model, task, "typed")
+
+
+def explain(loaded: Loaded) -> list[str]:
+    """A table of the only sentence in *loaded*: a line a token, and one of what the marks mean."""
+    words = loaded.task.target_dictionary
+    columns = {"token": [words[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}
+    note = []
+    if loaded.model.cfg.surfacefusion is not None:
+        tokens = sorted(branches.tokens(loaded))
+        columns["p"] = [f"{token.p_fused:.2f}" for token in tokens]
+        if tokens[0].gate is not None:
+            columns["gate"] = [f"{token.gate:.2f}" for token in tokens]
+        columns["target branch"] = [words[token.target] for token in tokens]
+        columns["surface branch"] = [
+            words[token.surface] + DECIDES * token.decides + COPIES * token.copies for token in tokens
+        ]
+        decided, copied = (sum(getattr(t, name) for t in tokens) for name in ("decides", "copies"))
+        note.append(
+            f"{DECIDES} the surface changed the first word: {decided} of {len(tokens)}; "
+            f"{COPIES} it names a word of the source: {copied}"
+        )
+    for attention in align.align(loaded, 0):
+        best = attention.weights.max(dim=1)
+        columns[f"read by {attention.name}"] = [
+            f"{attention.source[i]} {weight:.2f}"
+            for i, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+    return [*_table(columns), *note]
+
+
+def write(loaded: Loaded, out: Path) -> list[Path]:
+    """``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in the folder *out*."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = branches.write(loaded, out) if loaded.model.cfg.surfacefusion is not None else []
+    return [*paths, *align.draw(loaded, out, 0)]
+
+
+def _table(columns: dict[str, list[str]]) -> list[str]:
+    rows = [list(columns), *map(list, zip(*columns.values(), strict=True))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

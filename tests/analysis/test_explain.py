@@ -1,0 +1,47 @@
+"""``translate --explain``: the table says what ``branches`` and ``align`` measure."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import build
+
+from surface_fusion.analysis import align, branches
+from surface_fusion.analysis.explain import explain, loaded_pair
+
+HARD = ("--surfacefusion", "att", "--sf-gate", "0.8")
+
+
+def pair(*flags: str) -> Any:
+    model, task = build(*flags)
+    source, target = torch.tensor([5, 6, 7, 2]), torch.tensor([8, 5, 2])
+    return loaded_pair(model.eval(), task, source, target)
+
+
+def test_a_line_a_token() -> None:
+    loaded = pair(*HARD)
+    head, *lines, note = explain(loaded)
+    tokens = sorted(branches.tokens(loaded))
+    words = loaded.task.target_dictionary
+    assert len(lines) == len(tokens) == 3
+    for line, token in zip(lines, tokens, strict=True):
+        word, p, gate, target, surface, *_ = line.split()
+        assert (word, target, surface.rstrip("*=")) == tuple(
+            words[i] for i in (token.reference, token.target, token.surface)
+        )
+        assert (p, gate) == (f"{token.p_fused:.2f}", "0.80")
+        assert ("*" in surface, "=" in surface) == (token.decides, token.copies)
+    decided = sum(token.decides for token in tokens)
+    assert f"changed the first word: {decided} of 3" in note
+    surface = align.align(loaded, 0)[0]
+    best = surface.weights[0].max()
+    assert f"{surface.source[int(surface.weights[0].argmax())]} {best:.2f}" in lines[0]
+    assert head.split("  ")[0] == "token"
+
+
+@pytest.mark.parametrize(("flags", "column"), [(("--sf-mode", "soft"), "gate"), ((), "branch")])
+def test_what_a_model_has_not_is_not_shown(flags: tuple[str, ...], column: str) -> None:
+    fusion = ("--surfacefusion", "att", *flags) if flags else ()
+    head, *lines = explain(pair(*fusion))
+    assert column not in head and "read by decoder" in head
+    assert sum(line.startswith("</s>") for line in lines) == 1

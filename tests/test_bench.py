@@ -1,5 +1,6 @@
 """scripts/bench: its arithmetic and its table, and each script once in its smallest size on the CPU."""
 
+import csv
 import importlib
 import logging
 import sys
@@ -255,6 +256,28 @@ def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(row.setting.split(";")[4] for row in rows) == ["lr=0.001", "lr=0.01"]
     assert {(row.unit, row.setting[-17:]) for row in rows} == {("BLEU", "test=valid;seed=1")}
     assert "best: Recipe(" in capsys.readouterr().out
+
+
+def test_the_papers_figures_from_models_of_the_table(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("methods", "--quick", "--cpu", "--method", "fine-grained", "--seeds", 1, 2)
+    run(*argv, "--work", tmp_path, "-o", tmp_path / "methods.csv")
+    data = tmp_path / "en-ro" / "data-bin"
+    models = [tmp_path / "en-ro" / f"fine-grained-{seed}" / "checkpoint_last.pt" for seed in (1, 2)]
+    capsys.readouterr()
+    run("paper_figures", data, *models, "-o", tmp_path / "figures", "--split", "valid", "--cpu")
+    said = capsys.readouterr().out
+    made = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert made == [f"figure{n}.{kind}" for n in (1, 2) for kind in ("csv", "png", "svg")]
+    rows = list(csv.DictReader((tmp_path / "figures" / "figure1.csv").open(encoding="utf-8")))
+    assert [(row["encoder_layer"], row["decoder_layer"], row["paper"]) for row in rows] == [
+        ("Emb", "1", "0.13"),
+        ("1", "1", "0.14"),
+    ]
+    assert sum(float(row["mean"]) for row in rows) == pytest.approx(1, abs=1e-3)
+    assert f"{float(rows[0]['mean']):.3f} ±" in said and "the paper's claim" in said
+    assert "BLEU loses most without layer" in said
 
 
 def test_all_tables_and_their_picture(

@@ -33,6 +33,7 @@ from contenders import (
     output_of,
     training_flags,
 )
+from fairseq.checkpoint_utils import load_checkpoint_to_cpu
 from results import Run, add_common_flags, settle_common_flags
 from timed_generation import Decoded, Spec
 from train import timed_training
@@ -76,6 +77,12 @@ def timed_generation(specs: list[Spec], folder: Path, device: int | None = None)
     output_of(command, child_environment(device, triton_cache=folder / "triton"))
     results = json.loads(out.read_text(encoding="utf-8"))
     return [[Decoded(**fields) for fields in several] for several in results]
+
+
+def mode_of(checkpoint: str) -> str:
+    """``hard`` or ``renormalised``, as the checkpoint's model fuses."""
+    model = load_checkpoint_to_cpu(checkpoint)["cfg"].model
+    return "renormalised" if getattr(model, "sf_renormalize", False) else "hard"
 
 
 def differing(one: list[list[int]], other: list[list[int]]) -> int:
@@ -142,12 +149,13 @@ def main() -> None:
             for dtype in args.dtype
             for contender in args.contender
         }
+        mode = mode_of(str(paths["fast"])) if "fast" in names else "none"
         best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
 
         def keep(contender: str, dtype: str, several: list[Decoded]) -> None:
             for done in several:
                 best.setdefault((dtype, done.batch_size), {})[contender] = done.best
-                setting = {"batch": done.batch_size, "beam": 4, "dtype": dtype, "mode": "hard"}
+                setting = {"batch": done.batch_size, "beam": 4, "dtype": dtype, "mode": mode}
                 print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
                 for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
                     median, n = statistics.median(seconds), len(seconds)

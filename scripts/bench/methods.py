@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--reverse", action="store_true", help="Romanian to English")
-    parser.add_argument("--size", choices=SIZES, help="default: small")
-    parser.add_argument("--norm", choices=("pre", "post"), default="post")
+    parser.add_argument("--size", choices=SIZES, help="default: base")
+    parser.add_argument("--norm", choices=("pre", "post"), default="pre")
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--speed", action="store_true", help="measure the speed of training, too")
@@ -110,7 +110,7 @@ def main() -> None:
 
     run = Run("methods", args.out, args.cpu)
     languages = ("ro", "en") if args.reverse else ("en", "ro")
-    size = args.size or ("tiny" if args.quick else "small")
+    size = args.size or ("tiny" if args.quick else "base")
     recipe = Recipe(
         *(*languages, size, args.norm, args.dropout, args.lr, args.updates, args.max_tokens, args.dtype[0])
     )

@@ -31,8 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", nargs="+", choices=SIZES, help="default: small")
-    parser.add_argument("--norm", nargs="+", choices=("pre", "post"), default=["post"])
+    parser.add_argument("--size", nargs="+", choices=SIZES, help="default: base")
+    parser.add_argument("--norm", nargs="+", choices=("pre", "post"), default=["pre"])
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.3])
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3])
     parser.add_argument("--seed", type=int, default=1)
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     settle_common_flags(args, "tune")
     settle_experiment_flags(args, parser)
-    sizes = args.size or (["tiny"] if args.quick else ["small"])
+    sizes = args.size or (["tiny"] if args.quick else ["base"])
     rest = (args.updates, args.max_tokens, args.dtype[0])
     grid = product(sizes, args.norm, args.dropout, args.lr)
     recipes = [Recipe("en", "ro", size, norm, dropout, lr, *rest) for size, norm, dropout, lr in grid]

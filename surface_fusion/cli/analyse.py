@@ -1,7 +1,6 @@
 """``surface-fusion analyse VERB CHECKPOINT DATA -o DIR``: figures and tables of what a model learnt."""
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +63,7 @@ def run(argv: Sequence[str]) -> None:
     from surface_fusion.analysis.report import write_report
 
     pyplot()  # complain now, not after the translations
-    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+    with trusted_checkpoints(args.trust_checkpoint):
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
         against = load(args.against, args.data, args.split, args.cpu) if args.against else None
     if args.verb != "all":

@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> None:
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
     if os.path.exists(args.output) and not os.path.isfile(args.output):
         parser.error(f"{args.output} is no file that could be written over; give another name")
-    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+    with trusted_checkpoints(args.trust_checkpoint):
         state = averaging.average_checkpoints(paths)
     beside = f"{args.output}.new"
     try:

@@ -1,6 +1,5 @@
 """``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
 
-import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -120,7 +119,7 @@ def run(argv: Sequence[str]) -> None:
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
-    with trusted_checkpoints() if args.trust_checkpoint else contextlib.nullcontext():
+    with trusted_checkpoints(args.trust_checkpoint):
         hub = SurfaceFusionModel.from_pretrained(
             str(files.checkpoint.parent),
             files.checkpoint.name,

@@ -124,7 +124,7 @@ def main() -> None:
             method, seed = key
             model = (*METHODS[method], *FAST)
             place = folder / f"{method}-{seed}"
-            workers = 0 if args.quick else 1
+            workers = 0 if args.quick else 2
             machine: dict[str, Any] = {"cpu": args.cpu, "workers": workers, "device": device}
             try:
                 outcome = train_and_translate(model, seed, recipe, TEST_SETS, data, place, **machine)

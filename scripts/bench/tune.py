@@ -54,7 +54,7 @@ def main() -> None:
 
         def measure(recipe: Recipe, device: int | None) -> Score:
             name = f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}"
-            workers = 0 if args.quick else 1
+            workers = 0 if args.quick else 2
             machine = {"cpu": args.cpu, "workers": workers, "device": device}
             outcome = train_and_translate(FAST, args.seed, recipe, ["valid"], data, folder / name, **machine)
             score = score_text(outcome["translations"]["valid"], references)[0]

@@ -153,8 +153,9 @@ class EncoderFusionConfig(TransformerConfig):
             )
         if not 0 <= self.ta_dropout < 1:
             raise SurfaceFusionError(f"--ta-dropout {self.ta_dropout} is no probability below 1")
-        if self.encoder.layers < 1:
-            raise SurfaceFusionError(f"--encoder-fusion {name} needs an encoder layer, got none")
+        for stack in ("encoder", "decoder"):
+            if getattr(self, stack).layers < 1:
+                raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")
 
 
 def settle_encoder_fusion(args: Any, published: bool) -> None:

@@ -202,6 +202,8 @@ def test_another_methods_checkpoint_is_refused() -> None:
         ),
         (("routing", "--routing-iterations", "0"), "--routing-iterations 0: routing needs at least 1"),
         (("extra-layers", "--extra-encoder-layers", "0"), "--extra-encoder-layers 0 adds nothing"),
+        (("dlcl", "--decoder-layers", "0"), "--encoder-fusion dlcl needs decoder layers, got none"),
+        (("dwatt", "--encoder-layers", "0"), "--encoder-fusion dwatt needs encoder layers, got none"),
         (("dwatt", "--dwatt-d-pos", "0"), "--dwatt-d-pos 0: widths are positive"),
         (("dwatt", "--no-cross-attention"), "--encoder-fusion dwatt is for a decoder that attends"),
         (("fine-grained", "--layer-wise-attention"), "--layer-wise-attention and --encoder-fusion fine-gr"),

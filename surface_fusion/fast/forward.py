@@ -3,22 +3,20 @@
 The same function of the same parameters as the modules' own forward (the oracle), with fewer and
 larger products: q, k and v of a self-attention are one, k and v of all decoder layers' attentions to the
 encoder are one, and both branches pass the output's feed-forward layer together. Rows are N x C, see
-``packed.py``.
+``packed.py``; single layers are in ``layers.py``.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from surface_fusion.encoder_fusion import LayerAttention, fused_states
-from surface_fusion.fast.attention import attend, attend_self
-from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
+from surface_fusion.fast.attention import attend
 from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.groups import layers_of, memory_projections, self_projections
+from surface_fusion.fast.groups import layers_of, memory_projections
+from surface_fusion.fast.layers import PackedLayers
 from surface_fusion.fast.packed import PackedBatch, PackedRows
 from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.pooling import PUBLISHED_FIRST_ID
@@ -38,36 +36,8 @@ class Features(NamedTuple):
     gate: Tensor | float | None
 
 
-class _Stream(NamedTuple):
-    """What travels through a stack: N x C each.
-
-    Attributes:
-        residual: to which a sublayer's result is added.
-        read: what the next sublayer reads, normed or not.
-        states: the stack's input and its layers' outputs.
-        kept: of them, where layers read combinations.
-    """
-
-    residual: Tensor
-    read: Tensor
-    states: list[Tensor]
-    kept: list[Tensor]
-
-    def after(self, residual: Tensor, read: Tensor) -> "_Stream":
-        """Behind a sublayer."""
-        return self._replace(residual=residual, read=read)
-
-
-def _norm_before(stack: Any, i: int) -> Any:
-    """The LayerNorm in front of layer *i*, or behind the last: None in a post-norm stack."""
-    layers = layers_of(stack)
-    if i == len(layers):
-        return stack.layer_norm
-    return layers[i].self_attn_layer_norm if layers[i].normalize_before else None
-
-
-class PackedTransformer:
-    """A model's parameters, as leaves whose gradients go into the flat buffer, and its forward.
+class PackedTransformer(PackedLayers):
+    """The forward of a model but for its output embedding.
 
     Args:
         model: a :class:`surface_fusion.model.SurfaceFusionModel` of which
@@ -76,119 +46,10 @@ class PackedTransformer:
     """
 
     def __init__(self, model: Any, flat: FlatParameters) -> None:
+        super().__init__(flat)
         self.cfg = model.decoder.cfg
         self.encoder, self.decoder = model.encoder, model.decoder
-        self.flat = flat
-        self.training = True
-        self.leaves: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        """Where the gradient of each leaf is added."""
-        self._known: dict[Any, Tensor] = {}
-        self._seeds: Iterator[Tensor] | None = None
         self._memory_projections = memory_projections(self.decoder)
-
-    # Parameters
-
-    def _leaf(self, key: Any, data: Tensor, gradient: Tensor) -> Tensor:
-        if key not in self._known:
-            leaf = data.detach().requires_grad_()
-            self.leaves.append(leaf)
-            self.gradients.append(gradient)
-            self._known[key] = leaf
-        return self._known[key]
-
-    def _of(self, parameter: nn.Parameter) -> Tensor:
-        if not parameter.requires_grad:
-            return parameter.detach()
-        return self._leaf(id(parameter), parameter, self.flat.view(parameter, self.flat.grad))
-
-    def _call(self, module: nn.Module, *args: Any) -> Tensor:
-        """A module that is small or rare, by its own forward."""
-        parameters = {name: self._of(parameter) for name, parameter in module.named_parameters()}
-        result: Tensor = functional_call(module, parameters, args)
-        return result
-
-    def _linear(self, x: Tensor, module: Any) -> Tensor:
-        return F.linear(x, self._of(module.weight), None if module.bias is None else self._of(module.bias))
-
-    def _linears(self, x: Tensor, modules: list[Any]) -> Tensor:
-        """Several linear maps of the same rows, side by side in the result."""
-
-        def together(parameters: list[Any]) -> Tensor:
-            name = parameters[0].flat_group[0]
-            return self._leaf(name, *self.flat.group_view(name))
-
-        return F.linear(x, together([m.weight for m in modules]), together([m.bias for m in modules]))
-
-    def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return F.layer_norm(
-            x, module.normalized_shape, self._of(module.weight), self._of(module.bias), module.eps
-        )
-
-    # Sublayers
-
-    def _seed(self) -> Tensor | None:
-        """What the next kernel drops by; one draw from torch's generator serves a whole forward."""
-        return next(self._seeds) if self._seeds is not None else None
-
-    def _drop(self, x: Tensor, module: Any) -> Tensor:
-        return drop(x, self._rate(module))
-
-    def _rate(self, module: Any) -> float:
-        return module.p if self.training else 0.0
-
-    def _end_sublayer(
-        self, x: Tensor, projection: Any, residual: Tensor, norm: Any, layer: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream after a sublayer that ends in *projection*, and what the next one reads."""
-        rate = self._rate(layer.dropout_module)
-        if norm is None:
-            residual = residual + drop(self._linear(x, projection), rate)
-            return residual, residual
-        affine = self._of(norm.weight), self._of(norm.bias), norm.eps
-        weights = self._of(projection.weight), self._of(projection.bias)
-        residual, normed = project_add_norm(x, weights, residual, affine, rate, self._seed())
-        return (residual if layer.normalize_before else normed), normed
-
-    def _hidden(self, x: Tensor, layer: Any, dropout: Any) -> Tensor:
-        weights = self._of(layer.fc1.weight), self._of(layer.fc1.bias)
-        return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
-
-    def _begin(self, x: Tensor, stack: Any) -> "_Stream":
-        """The stack's input, and what its first layer reads."""
-        stream = _Stream(x, x, [], [])
-        if stack.combination is None:
-            norm = _norm_before(stack, 0)
-            return stream._replace(read=x if norm is None else self._norm(x, norm), states=[x])
-        return self._combined(stream, stack)
-
-    def _feed_forward(self, stream: "_Stream", stack: Any, i: int) -> "_Stream":
-        """The last sublayer of layer *i*, and what the next one or the decoder reads."""
-        layer = stack.layers[i]
-        norm = layer.final_layer_norm
-        if layer.normalize_before:
-            norm = None if stack.combination is not None else _norm_before(stack, i + 1)
-        x = self._hidden(stream.read, layer, layer.activation_dropout_module)
-        residual, read = self._end_sublayer(x, layer.fc2, stream.residual, norm, layer)
-        stream = stream._replace(residual=residual, read=read)
-        if stack.combination is not None:
-            return self._combined(stream, stack)
-        return stream._replace(states=[*stream.states, residual])
-
-    def _combined(self, stream: "_Stream", stack: Any) -> "_Stream":
-        """After ``encoder_fusion/stack.py``: a layer reads what is made of all outputs before it."""
-        kept, depth = list(stream.kept), len(stream.kept)
-        x = self._call(stack.combination, stream.residual, kept)
-        norm = _norm_before(stack, depth)
-        last = depth == len(stack.layers)
-        states = [*stream.states, x if last else stream.residual]
-        return _Stream(x, x if norm is None else self._norm(x, norm), states, kept)
-
-    def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
-        attention = layer.self_attn
-        qkv = self._linears(x, self_projections(layer)).view(len(x), 3, attention.num_heads, -1)
-        rate = self._rate(attention.dropout_module)
-        return attend_self(qkv, rows, causal=causal, rate=rate, seed=self._seed()).flatten(1)
 
     # Encoder
 

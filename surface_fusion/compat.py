@@ -25,6 +25,7 @@ from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import data_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
@@ -32,6 +33,7 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
+from surface_fusion.quick_search import finalize_on_host
 from surface_fusion.quick_trainer import build_quickly, compare_norms_later, set_seed, sum_over_processes
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.resume import with_advice_on_resets, with_first_epochs_batches
@@ -301,6 +303,7 @@ def apply() -> None:
     _wrap(Trainer, "begin_epoch", try_longest_batch)
     _wrap(Trainer, "__init__", build_quickly)
     _wrap(data_utils, "collate_tokens", collate_tokens)
+    _wrap(SequenceGenerator, "finalize_hypos", finalize_on_host)
     _wrap(Trainer, "_set_seed", set_seed)
     _wrap(Trainer, "_check_grad_norms", compare_norms_later)
     _wrap(distributed_utils, "all_reduce_dict", sum_over_processes)

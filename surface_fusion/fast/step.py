@@ -83,6 +83,7 @@ class PackedStep:
         self.packed.training = True
         if self._graphs is not None:
             losses, backward = self._graphs.run(sample)
+            self._graphs.record_pending()
         else:
             losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
 
@@ -92,8 +93,6 @@ class PackedStep:
                 if dist.is_initialized():
                     self.packed.flat.average_early(get_data_parallel_group())
                 self.packed.flat.begin_norm()
-            if self._graphs is not None:
-                self._graphs.record_pending()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
@@ -215,7 +214,7 @@ class Graphs:
     """The recordings made so far, which share their memory: one runs at a time.
 
     A batch takes the cheapest that holds it. Another is made where none does, or when what batches were
-    too small for theirs has added up to the price of one: then behind the backward, which it does not delay.
+    too small for theirs has added up to the price of one: then while the GPU works on that batch's forward.
     """
 
     def __init__(self, step: PackedStep) -> None:

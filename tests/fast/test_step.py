@@ -168,7 +168,7 @@ def test_a_recording_is_made_when_what_was_wasted_has_paid_for_it(graphs: Graphs
     taken = []
     for _ in range(unpaid + 5):
         taken.append(graphs._recording_for(small, {}))
-        graphs.record_pending()  # behind the backward
+        graphs.record_pending()  # while the GPU works
     assert taken[: unpaid + 1] == [large] * (unpaid + 1)
     assert {r.capacity for r in taken[unpaid + 1 :]} == {small}
     assert len(graphs._recordings) == 2

@@ -35,12 +35,17 @@ def settle_command_line(args: Any) -> None:
     if args.bf16 and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
     if args.optimizer == "flat_adam":
-        strange = "--use-bmuf" if args.use_bmuf else f"--ddp-backend {args.ddp_backend}"
-        if args.use_bmuf or args.ddp_backend in ("slowmo", "fully_sharded"):
-            raise SurfaceFusionError(
-                f"{strange} does not go with --optimizer flat_adam, which keeps parameters and gradients in "
-                "tensors of its own and averages them at each update; use --optimizer adam"
-            )
+        backend, noise = args.ddp_backend, getattr(args, "quant_noise_pq", 0)
+        for given, flag in (
+            (args.use_bmuf, "--use-bmuf"),
+            (backend in ("slowmo", "fully_sharded"), f"--ddp-backend {backend}"),
+            (noise > 0, f"--quant-noise-pq {noise}"),  # which exchanges parameters in each forward
+        ):
+            if given:
+                raise SurfaceFusionError(
+                    f"{flag} does not go with --optimizer flat_adam, which keeps parameters and gradients in "
+                    "tensors of its own and averages them at each update; use --optimizer adam"
+                )
         args.memory_efficient_fp16 = args.fp16
         args.memory_efficient_bf16 = args.bf16
     on_cpu = args.cpu or not torch.cuda.is_available()

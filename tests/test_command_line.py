@@ -181,7 +181,13 @@ def test_the_flags_of_flat_adam() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--use-bmuf",), ("--ddp-backend", "slowmo"), ("--ddp-backend", "fully_sharded")]
+    "flags",
+    [
+        ("--use-bmuf",),
+        ("--ddp-backend", "slowmo"),
+        ("--ddp-backend", "fully_sharded"),
+        ("--quant-noise-pq", "0.1"),
+    ],
 )
 def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} does not go .* use --optimizer adam"):

@@ -431,7 +431,14 @@ def test_beam_is_seen_only_where_fairseq_repeated_the_sentences() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("flags", [(), (*ATT, *LEARNED), (*MEAN, *SOFT)], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *((), (*ATT, *LEARNED), (*MEAN, *SOFT), (*ATT, "--encoder-fusion", "dlcl")),
+        *(("--encoder-fusion", "dense"), (*ATT, "--encoder-fusion", "fine-grained")),
+    ],
+    ids=" ".join,
+)
 def test_graphs_give_the_same_translations(flags: tuple[str, ...]) -> None:
     model = shaken(*flags).cuda()
     plain = plain_twin(model)

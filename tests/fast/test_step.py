@@ -10,6 +10,7 @@ from interpreter import INTERPRETED
 from tiny import batch, build, shaken
 from torch import Tensor, nn
 
+from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.fast import step as module
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer
@@ -23,7 +24,7 @@ SAMPLES = [batch((5, 7, 3), (6, 4, 5), extra_src=1, seed=i) for i in range(2)]
 
 
 def step_of(model: Any, ignore_prefix_size: int = 0) -> PackedStep:
-    flat = FlatParameters.of(model.parameters())
+    flat = FlatParameters.of(p for p in model.parameters() if p.requires_grad)
     return PackedStep(PackedTransformer(model, flat), 0.1, ignore_prefix_size)
 
 
@@ -42,7 +43,7 @@ def gradients(model: Any, *scaled: tuple[float, dict[str, Any]]) -> dict[str, Te
     model.zero_grad()
     for scale, sample in scaled:
         (scale * reference(model, sample)[0]).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def assert_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
@@ -197,44 +198,60 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, rea
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def on_gpu(sample: Any) -> Any:
+def moved(sample: Any, device: str) -> Any:
     if isinstance(sample, dict):
-        return {name: on_gpu(value) for name, value in sample.items()}
-    return sample.cuda() if isinstance(sample, Tensor) else sample
+        return {name: moved(value, device) for name, value in sample.items()}
+    return sample.to(device) if isinstance(sample, Tensor) else sample
 
 
-@needs_gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_graphs_are_the_modules(dtype: torch.dtype) -> None:
-    """Several batches, of which the second and third take the first one's recording."""
+FUSED = {name: (*HARD, "--encoder-fusion", name, "--ta-dropout", "0") for name in NAMES}
+PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
+MODELS = {
+    "surface": HARD,
+    **FUSED,
+    **{f"{name} pre-norm": (*FUSED[name], *PRE_NORM) for name in ("dlcl", "dense", "fine-grained")},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), *(pytest.param("cuda", dtype, marks=needs_gpu) for dtype in TOLERANCE)],
+    ids=str,
+)
+def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
+    """On a GPU the second and third take the first one's recording."""
     lengths = [((9, 14, 6) * 20, (8, 12, 11) * 20), ((5, 7, 3) * 20, (6, 4, 5) * 20), ((9,) * 30, (13,) * 30)]
-    model = shaken(*HARD).train()
-    exact = shaken(*HARD).train()
-    step = step_of(model.cuda().to(dtype))
+    model = shaken(*MODELS[name]).train()
+    exact = shaken(*MODELS[name]).train()
+    step = step_of(model.to(device, dtype))
     for src, tgt in lengths:
         sample = batch(src, tgt)
         expected = gradients(exact, (1.0, sample))
         loss, _ = reference(exact, sample)
         step.packed.flat.zero_grad()
-        got = step.train(on_gpu(sample)).loss
+        got = step.train(moved(sample, device)).loss
         (got * 0.125).backward()
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.detach().cpu(), loss.detach(), rtol=tolerance, atol=0)
         total = torch.stack([want.norm() for want in expected.values()]).norm()
-        for name, parameter in model.named_parameters():
-            want = expected[name]
+        for key, parameter in model.named_parameters():
+            if key not in expected:
+                continue  # frozen
+            want = expected[key]
             error = (parameter.grad.cpu().float() / 0.125 - want).norm()
             assert error <= 4 * tolerance * (want.norm() + 0.02 * total), (
-                name
+                key
             )  # some are zero but for rounding
-    assert step._graphs is not None and len(step._graphs._recordings) == 1
+    if device == "cuda":
+        assert step._graphs is not None and len(step._graphs._recordings) == 1
 
 
 @needs_gpu
 def test_graphs_drop_anew_each_step_and_alike_under_one_seed() -> None:
     model = shaken(*HARD, "--dropout", "0.3", "--attention-dropout", "0.3").cuda().train()
     step = step_of(model)
-    sample = on_gpu(SAMPLES[0])
+    sample = moved(SAMPLES[0], "cuda")
     step.train(sample).loss.backward()
 
     def losses(seed: int) -> list[float]:

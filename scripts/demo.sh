@@ -9,6 +9,10 @@
 # are handed to the training (for example --cpu, --seed 2).
 set -euo pipefail
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit
+fi
 scripts=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$scripts")
 name=demo

@@ -44,8 +44,8 @@ def explain(loaded: Loaded) -> list[str]:
         ]
         decided, copied = (sum(getattr(t, name) for t in tokens) for name in ("decides", "copies"))
         note.append(
-            f"{DECIDES} the surface changed the first word: {decided} of {len(tokens)}; "
-            f"{COPIES} it names a word of the source: {copied}"
+            f"{DECIDES} the surface changed the likeliest token: {decided} of {len(tokens)}; "
+            f"{COPIES} it names a token of the source: {copied}"
         )
     for attention in align.align(loaded, 0):
         best = attention.weights.max(dim=1)

@@ -1,5 +1,6 @@
 """``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
 
+import io
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -130,6 +131,8 @@ def run(argv: Sequence[str]) -> None:
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # what is no UTF-8 becomes U+FFFD, which sentencepiece takes
     somebody_waits = args.explain or sys.stdin.isatty()
     found = translations(hub, iter(sys.stdin), args.beam, at_once=1 if somebody_waits else LINES_AT_ONCE)
     for number, translation in enumerate(found, 1):

@@ -1,6 +1,7 @@
 """``surface-fusion translate``: raw lines in, plain lines out, one for one, whatever the lines are."""
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def test_the_same_alone_and_among_others(
         assert translated(folder, text[i], monkeypatch, capsys)[0] == [together[i]]
 
 
+def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
+    done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
+    assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
+
+
 def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Each translation as without, and below it a table; files where they were asked for."""
     text = "Good morning.\n\nTom is here."
@@ -86,7 +93,7 @@ def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) 
     named = ("target branch", "surface branch", "read by surface", "read by decoder")
     assert len(heads) == 2 and all(name in heads[0] for name in named)
     assert sum(line.startswith("    </s>") for line in out) == 2
-    assert sum("the surface changed the first word" in line for line in out) == 2
+    assert sum("the surface changed the likeliest token" in line for line in out) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     made = {path.name for path in (tmp_path / "3").iterdir()}
     assert {"branches.csv", "align_surface.png", "align_decoder.svg"} <= made

@@ -1,6 +1,7 @@
 """The demo's two Python scripts; the demo itself is run, shortened, by continuous integration."""
 
 import importlib.util
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -68,3 +69,12 @@ def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
     log.write_text("\n".join(line.split(" | ")[-1] for line in LOG.splitlines()))
     assert [update for update, _ in script("plot_curve").read(log, "train")] == [31, 62]
     assert [update for update, _ in script("plot_curve").read(log, "valid")] == [40, 80]
+
+
+def test_help_is_the_demos_and_nothing_is_begun() -> None:
+    runs = DEMO.parents[1] / "runs" / "demo"
+    before = sorted(runs.glob("*")) if runs.exists() else None
+    command = [str(DEMO.parent / "demo.sh"), "--help"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.startswith("Sets everything up") and "--quick" in said and "set -euo" not in said
+    assert (sorted(runs.glob("*")) if runs.exists() else None) == before

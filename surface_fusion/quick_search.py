@@ -36,10 +36,10 @@ def finalize_on_host(
         tokens, scores: of all rows, R x (longest + 2) and R x (longest + 1).
     """
     if _wanted(generator, tokens):
-        width = step + 2
-        tokens, scores = (_on_host(x[:, :width], bbsz_idx) for x in (tokens, scores))
-        attn = attn if attn is None else _on_host(attn[..., :width], bbsz_idx)
-        bbsz_idx, eos_scores, src_lengths = bbsz_idx.cpu(), eos_scores.cpu(), src_lengths.cpu()
+        width, rows = step + 2, bbsz_idx
+        bbsz_idx, eos_scores, src_lengths = rows.cpu(), eos_scores.cpu(), src_lengths.cpu()
+        tokens, scores = (_on_host(x[:, :width], rows, bbsz_idx) for x in (tokens, scores))
+        attn = attn if attn is None else _on_host(attn[..., :width], rows, bbsz_idx)
     given = (step, bbsz_idx, eos_scores, tokens, scores, finalized, finished, beam_size)
     return finalize(generator, *given, attn, src_lengths, max_len)
 
@@ -48,8 +48,8 @@ def _wanted(generator: Any, tokens: Tensor) -> bool:
     return tokens.is_cuda and type(generator) is SequenceGenerator
 
 
-def _on_host(x: Tensor, rows: Tensor) -> Tensor:
+def _on_host(x: Tensor, rows: Tensor, rows_on_host: Tensor) -> Tensor:
     """*x* on the CPU, where only *rows* of it hold what they held."""
     on_host = x.new_empty(x.shape, device="cpu")
-    on_host[rows.cpu()] = x.index_select(0, rows).cpu()
+    on_host[rows_on_host] = x.index_select(0, rows).cpu()
     return on_host

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
+from results import add_common_flags, settle_common_flags
 
+from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
 from surface_fusion.scoring import parse_generate_output
 
@@ -124,30 +126,33 @@ def train_and_translate(
         translations[name] = parse_generate_output(printed.splitlines()).text
     parameters = checkpoint_facts(checkpoint, trust=False)["parameters"]
     outcome = {"asked": asked, "parameters": parameters, "translations": translations}
-    beside = kept.with_suffix(".new")
-    beside.write_text(json.dumps(outcome, ensure_ascii=False), encoding="utf-8")
-    os.replace(beside, kept)
+    save_text(kept, json.dumps(outcome, ensure_ascii=False))
     return outcome
 
 
-def add_experiment_flags(parser: argparse.ArgumentParser) -> None:
-    """The text and what every table of trainings from text asks for."""
+def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """The command line of the table *name*: the flags of *parser* and those of all tables of experiments.
+
+    Returns:
+        With ``files``, the names of the texts, and ``workers``, of each training's data loader.
+    """
     parser.add_argument("text", type=Path, nargs="?", metavar="TEXT")
     parser.add_argument("--work", type=Path, metavar="DIR", help="data, checkpoints, translations")
     parser.add_argument("--updates", type=int, metavar="N", help="of each training; default: 2500")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of a batch; default: 8192")
     parser.add_argument("--vocab", type=int, metavar="N", help="sentencepiece units; default: 8000")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
-
-
-def settle_experiment_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fill in what depends on ``--quick``; ``args.files`` names the texts."""
+    add_common_flags(parser, name)
+    args = parser.parse_args()
+    settle_common_flags(args, name)
     if not args.quick and (args.text is None or args.work is None):
         parser.error("give TEXT and --work DIR, or --quick")
     updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)
     args.updates, args.max_tokens = args.updates or updates, args.max_tokens or max_tokens
     args.vocab = args.vocab or vocab
     args.text, args.files = (SAMPLE, QUICK_FILES) if args.quick else (args.text, FILES)
+    args.workers = 0 if args.quick else 2
+    return args
 
 
 def references_of(name: str, language: str, args: argparse.Namespace) -> list[str]:

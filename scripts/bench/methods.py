@@ -28,15 +28,8 @@ from typing import Any
 
 import torch
 from contenders import FAST, MODELS, OURS, SIZES, on_gpus
-from experiment import (
-    Recipe,
-    add_experiment_flags,
-    prepare,
-    references_of,
-    settle_experiment_flags,
-    train_and_translate,
-)
-from results import Run, add_common_flags, settle_common_flags
+from experiment import Recipe, parse, prepare, references_of, train_and_translate
+from results import Run
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from steady import build, rates
@@ -46,10 +39,9 @@ from surface_fusion.scoring import score_text
 
 METHODS: dict[str, tuple[str, ...]] = {
     "vanilla": (),
-    **{name: ("--encoder-fusion", name) for name in ("dlcl", "dense")},  # the slowest to train: first
     "surface-hard": ("--surfacefusion", "att", "--sf-mode", "hard", "--sf-gate", "0.8"),
     "surface-soft": ("--surfacefusion", "att", "--sf-mode", "soft"),
-    **{name: ("--encoder-fusion", name) for name in NAMES if name not in ("dlcl", "dense")},
+    **{name: ("--encoder-fusion", name) for name in NAMES},
 }
 """``extra-layers`` is the 7-layer encoder. Layer attention reads the embedding layer too, as in the paper."""
 for _name in ("transparent", "fine-grained"):
@@ -102,11 +94,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--speed", action="store_true", help="measure the speed of training, too")
-    add_experiment_flags(parser)
-    add_common_flags(parser, "methods")
-    args = parser.parse_args()
-    settle_common_flags(args, "methods")
-    settle_experiment_flags(args, parser)
+    args = parse(parser, "methods")
 
     run = Run("methods", args.out, args.cpu)
     languages = ("ro", "en") if args.reverse else ("en", "ro")
@@ -124,8 +112,7 @@ def main() -> None:
             method, seed = key
             model = (*METHODS[method], *FAST)
             place = folder / f"{method}-{seed}"
-            workers = 0 if args.quick else 2
-            machine: dict[str, Any] = {"cpu": args.cpu, "workers": workers, "device": device}
+            machine: dict[str, Any] = {"cpu": args.cpu, "workers": args.workers, "device": device}
             try:
                 outcome = train_and_translate(model, seed, recipe, TEST_SETS, data, place, **machine)
             except (SystemExit, OSError) as error:  # the others go on

@@ -13,15 +13,8 @@ from itertools import product
 from pathlib import Path
 
 from contenders import FAST, SIZES, on_gpus
-from experiment import (
-    Recipe,
-    add_experiment_flags,
-    prepare,
-    references_of,
-    settle_experiment_flags,
-    train_and_translate,
-)
-from results import Run, add_common_flags, settle_common_flags
+from experiment import Recipe, parse, prepare, references_of, train_and_translate
+from results import Run
 
 from surface_fusion.scoring import Score, score_text
 
@@ -36,11 +29,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.3])
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3])
     parser.add_argument("--seed", type=int, default=1)
-    add_experiment_flags(parser)
-    add_common_flags(parser, "tune")
-    args = parser.parse_args()
-    settle_common_flags(args, "tune")
-    settle_experiment_flags(args, parser)
+    args = parse(parser, "tune")
     sizes = args.size or (["tiny"] if args.quick else ["base"])
     rest = (args.updates, args.max_tokens, args.dtype[0])
     grid = product(sizes, args.norm, args.dropout, args.lr)
@@ -54,8 +43,7 @@ def main() -> None:
 
         def measure(recipe: Recipe, device: int | None) -> Score:
             name = f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}"
-            workers = 0 if args.quick else 2
-            machine = {"cpu": args.cpu, "workers": workers, "device": device}
+            machine = {"cpu": args.cpu, "workers": args.workers, "device": device}
             outcome = train_and_translate(FAST, args.seed, recipe, ["valid"], data, folder / name, **machine)
             score = score_text(outcome["translations"]["valid"], references)[0]
             row = {**recipe.setting(), "test": "valid", "seed": args.seed}

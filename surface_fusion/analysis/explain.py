@@ -58,7 +58,6 @@ def explain(loaded: Loaded) -> list[str]:
 
 def write(loaded: Loaded, out: Path) -> list[Path]:
     """``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in the folder *out*."""
-    out.mkdir(parents=True, exist_ok=True)
     paths = branches.write(loaded, out) if loaded.model.cfg.surfacefusion is not None else []
     return [*paths, *align.draw(loaded, out, 0)]
 

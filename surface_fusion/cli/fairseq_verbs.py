@@ -103,8 +103,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
         changes.enter_context(
             replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *rest])
         )
-        if getattr(known, "trust_checkpoint", False):
-            changes.enter_context(trusted_checkpoints())
+        changes.enter_context(trusted_checkpoints(getattr(known, "trust_checkpoint", False)))
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:

@@ -15,8 +15,9 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 
-LINES_AT_ONCE = 64
 SUMMARY = "translate raw text from standard input, line by line"
+
+LINES_AT_ONCE = 64
 
 
 def _parser() -> OneLineParser:

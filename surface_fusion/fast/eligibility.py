@@ -90,10 +90,9 @@ def why_not_packed(model: Any) -> str | None:
         return "an optimizer that is not flat_adam" + (" with --memory-efficient-fp16" if half else "")
     if weight.is_cuda and not use_kernels(weight):
         return f"{weight.dtype} on a GPU without Triton"
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    if isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None:
-        frozen = [p for p in frozen if all(p is not q for q in encoder.layer_norm.parameters())]
-    if frozen:
+    by_layer = isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None
+    untrained = set(encoder.layer_norm.parameters()) if by_layer else set()
+    if not all(parameter.requires_grad or parameter in untrained for parameter in model.parameters()):
         return "frozen parameters"
     widest = max(
         cfg.encoder.embed_dim // cfg.encoder.attention_heads,

@@ -82,6 +82,8 @@ def data_folder(data: Path | None, quick: bool) -> Iterator[Path]:
         SystemExit: there is neither.
     """
     if data is not None:
+        if not any(data.glob("dict.*.txt")):
+            raise SystemExit(f"{data} has no dict.*.txt; give a folder that fairseq-preprocess wrote")
         yield data
     elif not quick:
         raise SystemExit("give DATA-BIN, what fairseq-preprocess --joined-dictionary wrote, or --quick")

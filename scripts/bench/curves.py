@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import SIZES, child_environment, data_folder, on_gpus, output_of, training_flags
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 
 CHECKPOINTS = (20, 100, 200, 300, 400, 500)
 FIXED = (
@@ -79,13 +79,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
-    parser.add_argument("--updates", type=int, metavar="N", help="default: 500")
+    parser.add_argument("--updates", type=positive, metavar="N", help="default: 500")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: demo")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 2048")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
-    add_common_flags(parser, "curves")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="default: 2048")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
+    )
+    add_common_flags(parser, "curves", contenders=(), dtypes="fp32")
     args = parser.parse_args()
-    args.dtype = ["fp32"]
     settle_common_flags(args, "curves")
     size = args.size or ("tiny" if args.quick else "demo")
     updates = args.updates or (6 if args.quick else 500)

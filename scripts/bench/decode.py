@@ -34,7 +34,7 @@ from contenders import (
     training_flags,
 )
 from fairseq.checkpoint_utils import load_checkpoint_to_cpu
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 from timed_generation import Decoded, Spec
 from train import timed_training
 
@@ -98,14 +98,16 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
     parser.add_argument("--path", type=Path, metavar="CHECKPOINT", help="of ours, instead of a training")
     parser.add_argument("--fairseq-path", type=Path, metavar="CHECKPOINT", help="of the plain Transformer")
-    parser.add_argument("--train-updates", type=int, metavar="N", help="default: 600")
+    parser.add_argument("--train-updates", type=positive, metavar="N", help="default: 600")
     parser.add_argument("--size", choices=SIZES, help="of the models trained; default: base, the README's")
-    parser.add_argument("--batch", type=int, nargs="+", metavar="N", help="sentences; default: 1 128")
-    parser.add_argument("--first", type=int, metavar="N", help="sentences decoded in batches of 1")
+    parser.add_argument("--batch", type=positive, nargs="+", metavar="N", help="sentences; default: 1 128")
+    parser.add_argument("--first", type=positive, metavar="N", help="sentences decoded in batches of 1")
     parser.add_argument(
         "--side-by-side", action="store_true", help="several processes at once, each on a GPU of its own"
     )
-    parser.add_argument("--repeat", type=int, metavar="N", help="timed passes after the first; default: 3")
+    parser.add_argument(
+        "--repeat", type=positive, metavar="N", help="timed passes after the first; default: 3"
+    )
     add_common_flags(parser, "decode")
     args = parser.parse_args()
     both_precisions = args.dtype is None

@@ -1,6 +1,7 @@
 """One experiment of translation: raw text is cut and binarised, a model trained, test sets translated."""
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
-from results import add_common_flags, settle_common_flags
+from results import add_common_flags, positive, settle_common_flags
 
 from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
@@ -27,6 +28,9 @@ SUBSETS = {"valid": "valid", "core": "test", "newstest2016": "test1"}
 FILES = {"train": "core.train", "valid": "core.valid", "test": "core.test", "test1": "newstest2016"}
 QUICK_FILES = {"train": "train", "valid": "valid", "test": "test", "test1": "test"}
 """The text behind each subset, without its language: of TEXT, and of the sample."""
+
+SOURCE = "source.json"
+"""In a data folder: what it was made of."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Recipe:
     updates: int
     max_tokens: int
     dtype: str
+    vocab: int
+    """Units of sentencepiece, of both languages."""
 
     def setting(self) -> dict[str, object]:
         """What rows of the table say."""
@@ -65,23 +71,50 @@ class Recipe:
 
 
 def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, files: dict[str, str]) -> Path:
-    """Cut and binarise *text* in *folder*, unless that is done: the data folder."""
+    """Cut and binarise *text* in *folder*, unless that is done: the data folder.
+
+    Raises:
+        SystemExit: a text is missing, *vocab* is too large for it, or *folder* was made of something else.
+    """
     data = folder / "data-bin"
+    texts = {
+        f"{split}.{language}": text / f"{files[split]}.{language}"
+        for split, language in product(files, languages)
+    }
+    missing = [str(path) for path in texts.values() if not path.is_file()]
+    if missing:
+        raise SystemExit(
+            f"{', '.join(missing)} missing; TEXT is a folder of {', '.join(files.values())} in two languages"
+        )
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
+    source = {"vocab": vocab, "sha256": digests}
     if data.exists():
+        if source_of(data) != source:
+            raise SystemExit(f"{folder} holds the data of another text or --vocab; give another --work")
         return data
     pieces = folder / "pieces"
     pieces.mkdir(parents=True, exist_ok=True)
-    train = [text / f"{files['train']}.{language}" for language in languages]
-    processor = segment.learn(train, folder / "spm.model", vocab)
-    for (split, name), language in product(files.items(), languages):
-        segment.encode(processor, text / f"{name}.{language}", pieces / f"{split}.{language}")
+    train = [texts[f"train.{language}"] for language in languages]
+    try:
+        processor = segment.learn(train, folder / "spm.model", vocab)
+    except RuntimeError as error:  # of sentencepiece, which says how many there could be
+        raise SystemExit(f"--vocab {vocab}: {error}") from None
+    for name, path in texts.items():
+        segment.encode(processor, path, pieces / name)
     command = [sys.executable, "-m", "surface_fusion", "preprocess", "--joined-dictionary"]
     command += ["-s", languages[0], "-t", languages[1], "--destdir", f"{data}.new"]
     command += ["--trainpref", str(pieces / "train"), "--validpref", str(pieces / "valid")]
     command += ["--testpref", f"{pieces / 'test'},{pieces / 'test1'}"]
     output_of(command, child_environment())
+    save_text(Path(f"{data}.new", SOURCE), json.dumps(source, indent=1))
     os.replace(f"{data}.new", data)
     return data
+
+
+def source_of(data: Path) -> object:
+    """What :func:`prepare` made the folder *data* of."""
+    kept = data / SOURCE
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
 
 
 def train_and_translate(
@@ -105,7 +138,7 @@ def train_and_translate(
         SystemExit: a process failed; with the end of its output.
     """
     kept = folder / "outcome.json"
-    asked = {"model": list(model), "seed": seed, **asdict(recipe)}
+    asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
     outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     if outcome.get("asked") == asked and outcome["translations"].keys() >= set(texts):
         return outcome
@@ -138,14 +171,16 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     """
     parser.add_argument("text", type=Path, nargs="?", metavar="TEXT")
     parser.add_argument("--work", type=Path, metavar="DIR", help="data, checkpoints, translations")
-    parser.add_argument("--updates", type=int, metavar="N", help="of each training; default: 2500")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of a batch; default: 8192")
-    parser.add_argument("--vocab", type=int, metavar="N", help="sentencepiece units; default: 8000")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
-    add_common_flags(parser, name)
+    parser.add_argument("--updates", type=positive, metavar="N", help="of each training; default: 2500")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of a batch; default: 8192")
+    parser.add_argument("--vocab", type=positive, metavar="N", help="sentencepiece units; default: 8000")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
+    )
+    add_common_flags(parser, name, contenders=(), dtypes="one")
     args = parser.parse_args()
     settle_common_flags(args, name)
-    if not args.quick and (args.text is None or args.work is None):
+    if args.quick != (args.text is None) or (args.text and args.work is None):
         parser.error("give TEXT and --work DIR, or --quick")
     updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)
     args.updates, args.max_tokens = args.updates or updates, args.max_tokens or max_tokens

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 from torch import Tensor
 
 from surface_fusion.distributions import log_softmax
@@ -158,11 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="default: 16384 2048")
-    parser.add_argument("--width", type=int, metavar="C", help="default: 512")
-    parser.add_argument("--vocab", type=int, metavar="V", help="default: 35008")
+    parser.add_argument("--rows", type=positive, nargs="+", metavar="N", help="default: 16384 2048")
+    parser.add_argument("--width", type=positive, metavar="C", help="default: 512")
+    parser.add_argument("--vocab", type=positive, metavar="V", help="default: 35008")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--repeat", type=int, metavar="N", help="default: 20")
+    parser.add_argument("--repeat", type=positive, metavar="N", help="default: 20")
     add_common_flags(parser, "loss")
     args = parser.parse_args()
     settle_common_flags(args, "loss")

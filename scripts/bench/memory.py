@@ -14,7 +14,7 @@ from pathlib import Path
 
 from contenders import SIZES, data_folder, training_flags
 from loss import DTYPES, MODES, make_problem, peak_gib, step_of
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 from train import timed_training
 
 
@@ -24,10 +24,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
-    parser.add_argument("--max-tokens", type=int, nargs="+", metavar="N", help="default: 16384")
+    parser.add_argument("--max-tokens", type=positive, nargs="+", metavar="N", help="default: 16384")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: base, the README's")
-    parser.add_argument("--updates", type=int, metavar="N", help="default: 150")
-    parser.add_argument("--vocab", type=int, default=35008, metavar="V", help="of the loss; default: 35008")
+    parser.add_argument("--updates", type=positive, metavar="N", help="default: 150")
+    parser.add_argument(
+        "--vocab", type=positive, default=35008, metavar="V", help="of the loss; default: 35008"
+    )
     add_common_flags(parser, "memory")
     args = parser.parse_args()
     settle_common_flags(args, "memory")

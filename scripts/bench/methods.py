@@ -95,12 +95,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--speed", action="store_true", help="measure the speed of training, too")
     args = parse(parser, "methods")
+    args.seeds = list(dict.fromkeys(args.seeds))
+    args.method = sorted(dict.fromkeys(args.method), key=lambda method: method != "vanilla")  # others need it
 
     run = Run("methods", args.out, args.cpu)
     languages = ("ro", "en") if args.reverse else ("en", "ro")
     size = args.size or ("tiny" if args.quick else "base")
     recipe = Recipe(
-        *(*languages, size, args.norm, args.dropout, args.lr, args.updates, args.max_tokens, args.dtype[0])
+        *(*languages, size, args.norm, args.dropout, args.lr, args.updates, args.max_tokens, args.dtype[0]),
+        vocab=args.vocab,
     )
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         folder = Path(args.work or temporary) / "-".join(languages)

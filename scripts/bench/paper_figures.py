@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
 from surface_fusion.analysis.ablation import ablate, subword_marks
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
+from surface_fusion.encoder_fusion.transparent import LayerAttention
+from surface_fusion.errors import SurfaceFusionError
 
 LAYERS = ("Emb", "1", "2", "3", "4", "5", "6")
 FIGURE_1 = (
@@ -37,9 +40,29 @@ FIGURE_2 = (-3.4, -1.4, -0.7, -0.3, -0.2, 0.0, -1.7)
 """The paper's, Romanian-English: relative change of BLEU in %, read off the figure."""
 
 
+def load_fine_grained(path: str, args: argparse.Namespace) -> Loaded:
+    """The model at *path*, if the figures can be drawn from it.
+
+    Raises:
+        SurfaceFusionError: they cannot.
+    """
+    loaded = load(path, args.data, args.split, args.cpu)
+    fusion = getattr(loaded.model.encoder, "fusion", None)
+    if not isinstance(fusion, LayerAttention) or not fusion.embeds:
+        raise SurfaceFusionError(
+            f"{path} was not trained with --encoder-fusion fine-grained --encoder-fusion-embedding"
+        )
+    return loaded
+
+
 def figure_1(models: list[Loaded], out: Path) -> str:
     """Write figure 1; whether the paper's claim holds, as a sentence."""
-    found = torch.stack([layer_weights(loaded)[0].values.detach().float().cpu() for loaded in models])
+    tables = [layer_weights(loaded)[0].values.detach().float().cpu() for loaded in models]
+    if len({table.shape for table in tables}) > 1:
+        raise SurfaceFusionError(
+            "the checkpoints differ in their numbers of layers; give one training's seeds"
+        )
+    found = torch.stack(tables)
     mean, deviation = found.mean(0), found.std(0, unbiased=len(models) > 1)
     rows = [
         (layer, column + 1, f"{mean[i, column]:.4f}", f"{deviation[i, column]:.4f}", *_paper(i, column))
@@ -146,13 +169,16 @@ def main() -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--split", default="test", help="that figure 2 translates; default: test")
-    parser.add_argument("--beam", type=int, default=4, metavar="N")
+    parser.add_argument("--beam", type=positive, default=4, metavar="N")
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
     args = parser.parse_args()
-    models = [load(path, args.data, args.split, args.cpu) for path in args.checkpoints]
-    with torch.no_grad():
-        print(figure_1(models, args.out))
-        print(figure_2(models, args.out, args.beam))
+    try:
+        models = [load_fine_grained(path, args) for path in args.checkpoints]
+        with torch.no_grad():
+            print(figure_1(models, args.out))
+            print(figure_2(models, args.out, args.beam))
+    except (SurfaceFusionError, OSError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from contenders import (
     output_of,
     training_flags,
 )
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 
 from surface_fusion.scoring import Score, parse_generate_output, score_text
 
@@ -63,13 +63,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
-    parser.add_argument("--updates", type=int, metavar="N", help="of each training; default: 1500")
+    parser.add_argument("--updates", type=positive, metavar="N", help="of each training; default: 1500")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 4096")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="default: 4096")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: demo, that of the quick start")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings at once, over all GPUs")
-    add_common_flags(parser, "quality")
-    parser.set_defaults(contender=["plain", "fast"])
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
+    )
+    add_common_flags(parser, "quality", contenders=("plain", "fast"), dtypes="one")
     args = parser.parse_args()
     settle_common_flags(args, "quality")
     args.updates = args.updates or (4 if args.quick else 1500)
@@ -77,6 +78,7 @@ def main() -> None:
     args.size = args.size or ("tiny" if args.quick else "demo")
 
     run = Run("quality", args.out, args.cpu)
+    args.seeds = list(dict.fromkeys(args.seeds))
     keys = list(product(args.contender, args.seeds))
     values: dict[str, list[float]] = {contender: [] for contender in args.contender}
     setting = {"size": args.size, "updates": args.updates, "max_tokens": args.max_tokens}

@@ -7,11 +7,11 @@ import os
 import platform
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -158,17 +158,42 @@ def _rounded(value: float) -> str:
     return f"{value:12.2f}" if abs(value) >= 0.01 else f"{value:12.1e}"
 
 
-def add_common_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    """``-o``, ``--quick``, ``--cpu``, ``--dtype`` and ``--contender`` of every script."""
+def positive(text: str) -> int:
+    """A number on the command line of which there must be at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
+    return int(text)
+
+
+def add_common_flags(
+    parser: argparse.ArgumentParser,
+    name: str,
+    *,
+    contenders: Sequence[str] = CONTENDERS,
+    dtypes: Literal["several", "one", "fp32"] = "several",
+) -> None:
+    """``-o``, ``--quick``, ``--cpu`` of every script; ``--dtype`` and ``--contender`` if there is a choice.
+
+    Args:
+        contenders: those compared unless the user names others; empty if there is nothing to name.
+        dtypes: how many a run can have, or the only one.
+    """
     parser.add_argument(
         "-o", "--out", type=Path, metavar="CSV", help=f"appended to (default: {RESULTS.name}/{name}.csv)"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work? Saves only with -o")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
-    parser.add_argument(
-        "--dtype", nargs="+", choices=("fp16", "bf16", "fp32"), help="default: fp16 on a GPU, fp32 on a CPU"
-    )
-    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    if dtypes == "fp32":
+        parser.set_defaults(dtype=[dtypes])
+    else:
+        parser.add_argument(
+            *("--dtype",),
+            nargs="+" if dtypes == "several" else 1,
+            choices=("fp16", "bf16", "fp32"),
+            help="default: fp16 on a GPU, fp32 on a CPU",
+        )
+    if contenders:
+        parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(contenders))
 
 
 def settle_common_flags(args: argparse.Namespace, name: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from contenders import training_flags
 from fairseq.data import Dictionary, LanguagePairDataset
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 from steady import BATCHES, build, rates
 
 AXES = {
@@ -109,11 +109,12 @@ def main() -> None:
     for axis, values in AXES.items():
         name = "--" + axis.replace("_", "-")
         parser.add_argument(
-            name, type=int, nargs="*", metavar="N", help=f"default: {' '.join(map(str, values))}"
+            name, type=positive, nargs="*", metavar="N", help=f"default: {' '.join(map(str, values))}"
         )
-    parser.add_argument("--repeat", type=int, metavar="N", help="timed passes over the batches; default: 5")
-    add_common_flags(parser, "scaling")
-    parser.set_defaults(contender=["fairseq", "fast"])
+    parser.add_argument(
+        "--repeat", type=positive, metavar="N", help="timed passes over the batches; default: 5"
+    )
+    add_common_flags(parser, "scaling", contenders=("fairseq", "fast"))
     args = parser.parse_args()
     settle_common_flags(args, "scaling")
     args.repeat = args.repeat or (2 if args.quick else 5)
@@ -125,6 +126,9 @@ def main() -> None:
 
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+    special = Dictionary().nspecial
+    if any(vocab <= special for vocab in axes["vocab"]):
+        parser.error(f"--vocab {min(axes['vocab'])}: {special} of these are special symbols; give more")
     run = Run("scaling", args.out, args.cpu)
     for point, dtype, contender in itertools.product(points(axes, base), args.dtype, args.contender):
         measure(run, contender, point, dtype, args)

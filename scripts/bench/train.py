@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from contenders import SIZES, child_environment, data_folder, on_gpus, training_flags
-from results import Run, add_common_flags, settle_common_flags
+from results import Run, add_common_flags, positive, settle_common_flags
 
 UNBOUNDED = 1_000_000
 ON_GPU = ("--ddp-backend", "pytorch_ddp")
@@ -148,16 +148,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
-    parser.add_argument("--max-tokens", type=int, nargs="+", metavar="N", help="a GPU; default: 16384 2048")
+    parser.add_argument(
+        "--max-tokens", type=positive, nargs="+", metavar="N", help="a GPU; default: 16384 2048"
+    )
     parser.add_argument("--size", choices=SIZES, help="of the model; default: base, the README's")
     parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[1], metavar="N", help="on a CPU: processes; default: 1"
+        "--gpus", type=positive, nargs="+", default=[1], metavar="N", help="on a CPU: processes; default: 1"
     )
-    parser.add_argument("--cold", type=int, metavar="N", help="updates that count as cold; default: 500")
-    parser.add_argument("--window", type=int, metavar="N", help="updates of a steady window; default: 40")
-    parser.add_argument("--windows", type=int, metavar="N", help="steady windows; default: 5")
+    parser.add_argument("--cold", type=positive, metavar="N", help="updates that count as cold; default: 500")
     parser.add_argument(
-        "--updates", type=int, default=UNBOUNDED, metavar="N", help="train no longer than this, steady or not"
+        "--window", type=positive, metavar="N", help="updates of a steady window; default: 40"
+    )
+    parser.add_argument("--windows", type=positive, metavar="N", help="steady windows; default: 5")
+    parser.add_argument(
+        "--updates",
+        type=positive,
+        default=UNBOUNDED,
+        metavar="N",
+        help="train no longer than this, steady or not",
     )
     parser.add_argument(
         "--side-by-side", action="store_true", help="several trainings at once, each on a GPU of its own"

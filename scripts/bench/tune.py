@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parse(parser, "tune")
     sizes = args.size or (["tiny"] if args.quick else ["base"])
-    rest = (args.updates, args.max_tokens, args.dtype[0])
+    rest = (args.updates, args.max_tokens, args.dtype[0], args.vocab)
     grid = product(sizes, args.norm, args.dropout, args.lr)
     recipes = [Recipe("en", "ro", size, norm, dropout, lr, *rest) for size, norm, dropout, lr in grid]
 

@@ -1,47 +1,14 @@
 """scripts/bench: its arithmetic and its table, and each script once in its smallest size on the CPU."""
 
-import csv
-import importlib
-import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+from tests.scripts.bench.conftest import script
+
 COLUMNS = "run,table,contender,setting,value,unit,n,hardware,torch,date"
-
-
-def script(name: str) -> ModuleType:
-    """A script as a module; their names are free again afterwards."""
-    names = {path.stem for path in BENCH.glob("*.py")}
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
-        for other in names & set(sys.modules):
-            del sys.modules[other]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``run("train", "--quick")`` as the command line does, without a process of its own."""
-    names = ("fairseq", "surface_fusion", "surface_fusion.checkpoints", "fairseq_cli.preprocess")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.level, list(logger.filters)) for logger in loggers]
-
-    def run(name: str, *flags: object) -> None:
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
-        script(name).main()
-
-    yield run
-    for logger, (level, filters) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-        logger.filters[:] = filters
 
 
 def row(**changes: object) -> dict[str, object]:
@@ -208,76 +175,6 @@ def test_bleu_of_each_path_and_seed(
     assert sorted((r.contender, r.unit, r.n) for r in rows) == [("fast", "BLEU", 1), ("plain", "BLEU", 1)]
     assert all(r.setting.endswith("mode=hard;seed=7") for r in rows)
     assert "nrefs:1|case:mixed" in capsys.readouterr().out
-
-
-def test_methods_from_raw_text(
-    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "methods.csv"
-    argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "dwatt", "--seeds", 3, "--jobs", 2)
-    argv += ("--speed",)
-    run(*argv, "--work", tmp_path / "work", "-o", out)
-    rows = script("results").read_rows(out)
-    assert {(r.contender, r.unit) for r in rows} == {
-        *((method, unit) for method in ("vanilla", "dwatt") for unit in ("BLEU", "chrF", "parameters")),
-        ("dwatt", "p"),
-        *((name, "tok/s") for name in ("fairseq", "vanilla", "dwatt")),
-    }
-    sizes = {r.contender: r.value for r in rows if r.unit == "parameters"}
-    dim, inner, d_pos = 16, 8, 24
-    dwatt = 2 * (2 * dim * inner + 2 * inner) + 2 * dim + (d_pos + 1) * dim  # one encoder layer
-    assert sizes["dwatt"] - sizes["vanilla"] == dwatt
-    assert "nrefs:1|case:mixed" in capsys.readouterr().out
-    kept = tmp_path / "work" / "en-ro" / "dwatt-3" / "outcome.json"
-    before = kept.stat().st_mtime_ns
-    run(*argv, "--work", tmp_path / "work", "-o", out)
-    assert kept.stat().st_mtime_ns == before
-    assert len(script("results").read_rows(out)) == 2 * len(rows)
-
-
-def test_methods_goes_on_when_a_training_fails(
-    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    methods = ("methods", "--quick", "--cpu", "--seeds", 3, "-o", tmp_path / "methods.csv")
-    place = tmp_path / "work" / "en-ro" / "average-3"
-    place.parent.mkdir(parents=True)
-    place.write_text("no folder can be made here")
-    with pytest.raises(SystemExit, match="average, seed 3"):
-        run(*methods, "--work", tmp_path / "work", "--method", "average", "vanilla")
-    assert "vanilla" in capsys.readouterr().out
-    rows = script("results").read_rows(tmp_path / "methods.csv")
-    assert {row.contender for row in rows} == {"vanilla"}
-
-
-def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "tune.csv"
-    run("tune", "--quick", "--cpu", "--dropout", 0, "--lr", 1e-3, 1e-2, "--jobs", 2, "-o", out)
-    rows = script("results").read_rows(out)
-    assert sorted(row.setting.split(";")[4] for row in rows) == ["lr=0.001", "lr=0.01"]
-    assert {(row.unit, row.setting[-17:]) for row in rows} == {("BLEU", "test=valid;seed=1")}
-    assert "best: Recipe(" in capsys.readouterr().out
-
-
-def test_the_papers_figures_from_models_of_the_table(
-    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ("methods", "--quick", "--cpu", "--method", "fine-grained", "--seeds", 1, 2)
-    run(*argv, "--work", tmp_path, "-o", tmp_path / "methods.csv")
-    data = tmp_path / "en-ro" / "data-bin"
-    models = [tmp_path / "en-ro" / f"fine-grained-{seed}" / "checkpoint_last.pt" for seed in (1, 2)]
-    capsys.readouterr()
-    run("paper_figures", data, *models, "-o", tmp_path / "figures", "--split", "valid", "--cpu")
-    said = capsys.readouterr().out
-    made = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert made == [f"figure{n}.{kind}" for n in (1, 2) for kind in ("csv", "png", "svg")]
-    rows = list(csv.DictReader((tmp_path / "figures" / "figure1.csv").open(encoding="utf-8")))
-    assert [(row["encoder_layer"], row["decoder_layer"], row["paper"]) for row in rows] == [
-        ("Emb", "1", "0.13"),
-        ("1", "1", "0.14"),
-    ]
-    assert sum(float(row["mean"]) for row in rows) == pytest.approx(1, abs=1e-3)
-    assert f"{float(rows[0]['mean']):.3f} ±" in said and "the paper's claim" in said
-    assert "BLEU loses most without layer" in said
 
 
 def test_all_tables_and_their_picture(

@@ -34,7 +34,14 @@ from surface_fusion.even_batches import group_evenly
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quick_search import finalize_on_host
-from surface_fusion.quick_trainer import build_quickly, compare_norms_later, set_seed, sum_over_processes
+from surface_fusion.quick_trainer import (
+    build_quickly,
+    compare_norms_later,
+    keep_data_workers,
+    send_norm_along,
+    set_seed,
+    sum_over_processes,
+)
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.resume import with_advice_on_resets, with_first_epochs_batches
 
@@ -298,6 +305,7 @@ def apply() -> None:
     allow_second_copy()
     _wrap(FairseqTask, "get_batch_iterator", with_first_epochs_batches)
     _wrap(Trainer, "load_checkpoint", with_advice_on_resets)
+    _wrap(Trainer, "get_train_iterator", keep_data_workers)
     _wrap(Trainer, "get_train_iterator", group_evenly)
     _wrap(Trainer, "get_train_iterator", remember_batches)
     _wrap(Trainer, "begin_epoch", try_longest_batch)
@@ -306,4 +314,5 @@ def apply() -> None:
     _wrap(SequenceGenerator, "finalize_hypos", finalize_on_host)
     _wrap(Trainer, "_set_seed", set_seed)
     _wrap(Trainer, "_check_grad_norms", compare_norms_later)
+    _wrap(Trainer, "_fast_stat_sync_sum", send_norm_along)
     _wrap(distributed_utils, "all_reduce_dict", sum_over_processes)

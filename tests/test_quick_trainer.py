@@ -1,12 +1,16 @@
 """The trainer does the same with fewer look-ups."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fairseq.data import FairseqDataset
 from fairseq.dataclass.configs import FairseqConfig
+from fairseq.tasks import FairseqTask
 from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,6 +19,8 @@ from surface_fusion.quick_trainer import (
     ReadOnceConfig,
     build_quickly,
     compare_norms_later,
+    keep_data_workers,
+    send_norm_along,
     sum_over_processes,
 )
 
@@ -129,29 +135,146 @@ def test_sums_on_a_gpu_come_back_in_one_piece(tmp_path: Path) -> None:
     assert {value.dtype for value in found.values()} == {torch.double}
 
 
-def test_norms_on_a_cpu_are_compared_by_fairseq(cfg: DictConfig) -> None:
-    asked = []
+class OnGPU:
+    """The buffer by which fairseq's trainer knows that there are several processes."""
+
+    is_cuda = True
+
+    def __len__(self) -> int:
+        return 2
+
+
+def of_two(cfg: DictConfig, rank: int) -> Any:
     trainer = built(cfg)
+    trainer._grad_norm_buf, trainer.data_parallel_rank = OnGPU(), rank
+    trainer.model = Namespace(training=True)
+    return trainer
+
+
+def update(trainers: list[Any], norms: list[float]) -> None:
+    """What fairseq does in each update: statistics are summed, then gradients clipped and norms compared."""
+    sent: list[list[float]] = []
+
+    def keep(_: Any, outputs: Any, *extra: float, ignore: bool) -> tuple[Any, list[float]]:
+        sent.append([*extra])
+        return outputs, [*extra]
+
+    for trainer in trainers:  # each for itself, to see what it sends
+        norm = getattr(trainer, "norm_before", -1.0)
+        send_norm_along(keep, trainer, ["log"], 5.0, 6.0, ignore=False)
+        trainer.norm_before = norm
+    sums = [torch.tensor(sum(column)) for column in zip(*sent, strict=True)]
+    for trainer in trainers:
+        found = send_norm_along(
+            lambda *given, ignore: (given[1], sums), trainer, ["log"], 5.0, 6.0, ignore=False
+        )
+        assert found == (["log"], [10, 12])
+    for trainer, norm in zip(trainers, norms, strict=True):
+        compare_norms_later(lambda *_: pytest.fail("gathered already"), trainer, torch.tensor(norm))
+
+
+def test_norms_on_gpus_are_compared_an_update_later(cfg: DictConfig) -> None:
+    trainers = [of_two(cfg, 0), of_two(cfg, 1)]
+    update(trainers, [3.0, 3.0])
+    update(trainers, [2.0, 2.0])
+    for trainer in trainers:  # an overflow: no norm
+        del trainer.norm_before
+    update(trainers, [3.0, 4.0])
+    with pytest.raises(FloatingPointError, match=r"of the update before differ.*\[3.0, 4.0\]"):
+        update(trainers, [3.0, 3.0])
+
+
+def test_an_overflow_in_one_process_only_is_noticed(cfg: DictConfig) -> None:
+    trainers = [of_two(cfg, 0), of_two(cfg, 1)]
+    update(trainers, [3.0, 3.0])
+    del trainers[1].norm_before
+    with pytest.raises(FloatingPointError, match=r"differ between processes: \[3.0, -1.0\]"):
+        update(trainers, [3.0, 3.0])
+
+
+def test_otherwise_fairseq_compares(cfg: DictConfig) -> None:
+    """On CPUs, in one process, and where statistics are not summed."""
+    asked: list[Any] = []
+    trainer = built(cfg)
+    trainer.model = Namespace(training=True)
     for trainer._grad_norm_buf in (None, torch.zeros(2)):
+        sums = send_norm_along(lambda *given, **how: (given, how), trainer, [], 1, ignore=True)
+        assert sums == ((trainer, [], 1), {"ignore": True})
         compare_norms_later(lambda trainer, norm: asked.append(norm), trainer, torch.tensor(3.0))
     assert asked == [3, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_norms_on_a_gpu_are_compared_an_update_later(tmp_path: Path, cfg: DictConfig) -> None:
+def test_validation_leaves_the_norm_for_the_next_update(cfg: DictConfig) -> None:
+    trainers = [of_two(cfg, 0), of_two(cfg, 1)]
+    update(trainers, [3.0, 4.0])
+    trainers[0].model.training = False
+    assert send_norm_along(lambda *given: (given[1], [*given[2:]]), trainers[0], [], 7) == ([], [7])
+    trainers[0].model.training = True
+    with pytest.raises(FloatingPointError):
+        update(trainers, [3.0, 3.0])
+
+
+class Numbers(FairseqDataset):
+    """Sentences of random lengths; each says in which process it was read."""
+
+    def __init__(self) -> None:
+        self.src_sizes = self.tgt_sizes = np.random.RandomState(0).randint(3, 60, 64)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return i, os.getpid()
+
+    def num_tokens(self, i: int) -> int:
+        return int(self.src_sizes[i])
+
+    def size(self, i: int) -> int:
+        return self.num_tokens(i)
+
+    def collater(self, samples: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return samples
+
+
+def epochs(cfg: DictConfig, wrap: Any, dataset: Any, count: int = 3, workers: int = 1) -> list[list[Any]]:
+    """The batches of *count* epochs as fairseq's trainer comes to them, with ``--grouped-shuffling``."""
     trainer = built(cfg)
-    trainer._grad_norm_buf = torch.zeros(2, dtype=torch.double, device="cuda")
-    trainer.data_parallel_process_group, trainer.data_parallel_rank = None, 1
+    trainer.task = FairseqTask(Namespace())
 
-    def never(*given: Any) -> None:
-        raise AssertionError
+    def get_train_iterator(trainer: Any, epoch: int) -> Any:
+        return trainer.task.get_batch_iterator(
+            dataset,
+            max_sentences=4,
+            seed=epoch,
+            epoch=epoch,
+            num_shards=2,
+            num_workers=workers,
+            grouped_shuffling=True,
+            update_epoch_batch_itr=True,
+        )
 
-    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    found = []
+    for epoch in range(1, count + 1):
+        iterator = wrap(get_train_iterator, trainer, epoch)
+        found.append(list(iterator.next_epoch_itr(shuffle=True)))
+    return found
+
+
+def test_data_workers_stay_from_epoch_to_epoch(cfg: DictConfig) -> None:
+    expected = epochs(cfg, lambda make, *given: make(*given), Numbers(), workers=0)
+    found = epochs(cfg, keep_data_workers, Numbers())
+    numbers = [[[i for i, _ in batch] for batch in epoch] for epoch in found]
+    assert numbers == [[[i for i, _ in batch] for batch in epoch] for epoch in expected]
+    assert numbers[0] != numbers[1]
+    processes = [{process for batch in epoch for _, process in batch} for epoch in found]
+    assert len(processes[0]) == 1 and processes == [processes[0]] * 3
+
+
+def test_they_do_not_where_they_would_not_know_the_epoch(cfg: DictConfig) -> None:
+    dataset = Numbers()
+    type(dataset).can_reuse_epoch_itr_across_epochs = property(lambda self: False)  # type: ignore[method-assign]
     try:
-        compare_norms_later(never, trainer, torch.tensor(3.0))  # the other process's norm stays 0
-        with pytest.raises(FloatingPointError, match=r"of the update before differ.*\[0.0, 3.0\]"):
-            compare_norms_later(never, trainer, torch.tensor(3.0))
-        trainer.norms_on_host.fill_(3.0)
-        compare_norms_later(never, trainer, torch.tensor(4.0))
+        found = epochs(cfg, keep_data_workers, dataset, count=2)
     finally:
-        torch.distributed.destroy_process_group()
+        del type(dataset).can_reuse_epoch_itr_across_epochs
+    assert len({process for epoch in found for batch in epoch for _, process in batch}) == 2

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 RECORDING_ROWS = 100_000
 """What making a recording costs, 0.08 s, in units of :attr:`Capacity.cost` (H200: 1.4 million a second)."""
 
+TOGETHER = 16
+"""Several processes, which wait for each other, make theirs in the same batch of so many."""
+
 
 class PackedStep:
     """Loss of a batch, whose backward adds the gradients of all parameters to the flat buffer.
@@ -214,7 +217,7 @@ class Graphs:
     """The recordings made so far, which share their memory: one runs at a time.
 
     A batch takes the cheapest that holds it. Another is made where none does, or when what batches were
-    too small for theirs has added up to the price of one: then while the GPU works on that batch's forward.
+    too small for theirs has added up to the price of one: then while the GPU works on a batch's forward.
     """
 
     def __init__(self, step: PackedStep) -> None:
@@ -222,6 +225,7 @@ class Graphs:
         self._recordings: list[Recording] = []
         self._wasted = 0
         self._pending: Capacity | None = None
+        self._batches = 0
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -234,7 +238,9 @@ class Graphs:
 
     def record_pending(self) -> None:
         """Make the recording that has paid off, if one has; the device has work meanwhile."""
-        if self._pending is not None:
+        self._batches += 1
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if self._pending is not None and (alone or self._batches % TOGETHER == 0):
             self._record(self._pending)
             self._pending = None
 
@@ -244,7 +250,7 @@ class Graphs:
         if best is None:
             return self._record(needed, sample)
         self._wasted += best.capacity.cost - needed.cost
-        if self._wasted >= RECORDING_ROWS and best.capacity.cost > needed.cost:
+        if self._pending is None and self._wasted >= RECORDING_ROWS and best.capacity.cost > needed.cost:
             self._pending = needed
         return best
 

@@ -216,6 +216,15 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                 f"--target-word-dropout needs --decoder-input-dim ({self.decoder.input_dim}) to equal "
                 f"--decoder-embed-dim ({self.decoder.embed_dim})"
             )
+        shared = (
+            self.share_decoder_input_output_embed or self.share_all_embeddings or self.merge_src_tgt_embed
+        )
+        other_width = self.decoder.output_dim != self.decoder.embed_dim
+        if shared and other_width and self.adaptive_softmax_cutoff is None:
+            raise SurfaceFusionError(
+                f"--decoder-output-dim {self.decoder.output_dim}: an output that shares the decoder's "
+                f"embedding has its width, {self.decoder.embed_dim}; leave it out"
+            )
         heads = (
             ("encoder", self.encoder.embed_dim, self.encoder.attention_heads),
             ("decoder", self.decoder.embed_dim, self.decoder.attention_heads),

@@ -28,8 +28,8 @@ def finalize_on_host(
 ) -> list[int]:
     """fairseq's ``SequenceGenerator.finalize_hypos``, given the rows that have ended on the CPU.
 
-    So the hypotheses are on the CPU, too, and the last bit of a score is that of a CPU's division. Subclasses,
-    which may go on with them on the GPU, are let be.
+    So the hypotheses are on the CPU, too, and the last bit of a score is that of a CPU's division.
+    Subclasses, which may go on with them on the GPU, are let be.
 
     Args:
         bbsz_idx: the rows that have ended, int64.

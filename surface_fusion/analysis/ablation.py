@@ -92,12 +92,12 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
         isinstance(fusion, EncoderFusion) and fusion.silenceable
     )
     if not possible:
-        method = loaded.model.cfg.encoder_fusion
+        method = loaded.setting("encoder_fusion")
         raise SurfaceFusionError(
             ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
             + " that can leave out a layer; transparent, fine-grained, average, concat and representation can"
         )
-    states = loaded.encoder_layers + bool(loaded.model.cfg.encoder_fusion_embedding)
+    states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
     first = loaded.encoder_layers - states + 1
     found = []
     for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):

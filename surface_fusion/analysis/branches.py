@@ -3,7 +3,7 @@
 With h the target branch's features and r the surface's, z = E h and s = E r (see ``decoder.py``): the words
 that z, s and the fused distribution rank first, their probabilities of the reference's token, and the gate.
 The surface *decides* where the fused first word is not the target branch's; it *copies* where its own first
-word stands in the source sentence.
+word, no special symbol, stands in the source sentence.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
         SurfaceFusionError: the model has no surface fusion.
     """
     decoder: Any = loaded.model.decoder
-    if loaded.model.cfg.surfacefusion is None:
+    if loaded.setting("surfacefusion") is None:
         raise SurfaceFusionError("the model has no --surfacefusion, so it has no branches to compare")
     seen: list[tuple[Tensor, Tensor]] = []
     fuse = decoder._fuse
@@ -56,16 +56,25 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
         fused: Tensor = fuse(h, r)
         return fused
 
+    source_ids = _source_ids(loaded.task.source_dictionary, loaded.task.target_dictionary)
     decoder._fuse = noted
     try:
         for batch in loaded.batches():
             fused = loaded.model.get_normalized_probs(loaded.model(**batch["net_input"]), log_probs=True)
-            yield from _of_batch(loaded, batch, fused, *seen.pop())
+            yield from _of_batch(loaded, batch, source_ids, fused, *seen.pop())
     finally:
         del decoder._fuse
 
 
-def _of_batch(loaded: Loaded, batch: Any, fused: Tensor, h: Tensor, r: Tensor) -> Iterator[Token]:
+def _source_ids(source: Any, target: Any) -> Tensor:
+    """For each word of the target dictionary its id in the source's, or -1; -1 for special symbols."""
+    words = [target[i] for i in range(target.nspecial, len(target))]
+    return torch.tensor([-1] * target.nspecial + [source.indices.get(word, -1) for word in words])
+
+
+def _of_batch(
+    loaded: Loaded, batch: Any, source_ids: Tensor, fused: Tensor, h: Tensor, r: Tensor
+) -> Iterator[Token]:
     decoder: Any = loaded.model.decoder
     z, s = (log_softmax(decoder.output_projection(x)) for x in (h, r))
     gate: Tensor | None = None
@@ -76,7 +85,8 @@ def _of_batch(loaded: Loaded, batch: Any, fused: Tensor, h: Tensor, r: Tensor) -
     target = batch["target"]
     picked = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
     first = [x.argmax(-1) for x in (fused, z, s)]
-    copies = (first[2][..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
+    read = source_ids.to(h.device)[first[2]]
+    copies = (read[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
     decides = first[0] != first[1]
     for row, column in target.ne(loaded.task.target_dictionary.pad()).nonzero().tolist():
         at = row, column

@@ -33,14 +33,16 @@ def explain(loaded: Loaded) -> list[str]:
     words = loaded.task.target_dictionary
     columns = {"token": [words[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}
     note = []
-    if loaded.model.cfg.surfacefusion is not None:
+    if loaded.setting("surfacefusion") is not None:
         tokens = sorted(branches.tokens(loaded))
         columns["p"] = [f"{token.p_fused:.2f}" for token in tokens]
         if tokens[0].gate is not None:
             columns["gate"] = [f"{token.gate:.2f}" for token in tokens]
         columns["target branch"] = [words[token.target] for token in tokens]
+        # No word has a space in it, but one may end in a mark.
         columns["surface branch"] = [
-            words[token.surface] + DECIDES * token.decides + COPIES * token.copies for token in tokens
+            f"{words[token.surface]} {DECIDES * token.decides}{COPIES * token.copies}".rstrip()
+            for token in tokens
         ]
         decided, copied = (sum(getattr(t, name) for t in tokens) for name in ("decides", "copies"))
         note.append(
@@ -58,7 +60,7 @@ def explain(loaded: Loaded) -> list[str]:
 
 def write(loaded: Loaded, out: Path) -> list[Path]:
     """``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in the folder *out*."""
-    paths = branches.write(loaded, out) if loaded.model.cfg.surfacefusion is not None else []
+    paths = branches.write(loaded, out) if loaded.setting("surfacefusion") is not None else []
     return [*paths, *align.draw(loaded, out, 0)]
 
 

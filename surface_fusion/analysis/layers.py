@@ -72,13 +72,13 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
     elif isinstance(fusion, Representation):
         shares = _mean_over_positions(loaded, lambda states: torch.cat([*map(fusion.weigh, states)], -1))
     else:
-        method = loaded.model.cfg.encoder_fusion
+        method = loaded.setting("encoder_fusion")
         raise SurfaceFusionError(
             ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
             + " that weighs layers; transparent, fine-grained, dlcl, dwatt, representation, concat, routing "
             "and average do"
         )
-    first = 1 - bool(loaded.model.cfg.encoder_fusion_embedding)
+    first = 1 - bool(loaded.setting("encoder_fusion_embedding"))
     return [LayerWeights("layers", shares[:, None], first, "", ["weight"])]
 
 

@@ -20,6 +20,10 @@ class Loaded:
     task: Any
     split: str
 
+    def setting(self, name: str) -> Any:
+        """A field of the model's configuration; None in fairseq's own models, which have none of ours."""
+        return getattr(self.model.cfg, name, None)
+
     @property
     def encoder_layers(self) -> int:
         """Without those that a method adds."""

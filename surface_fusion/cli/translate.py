@@ -118,6 +118,8 @@ def run(argv: Sequence[str]) -> None:
         parser.error(f"--beam {args.beam}: give 1 or more")
     if args.out is not None and not args.explain:
         parser.error("-o goes with --explain")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        parser.error(f"-o {args.out} is a file; give a folder")
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)

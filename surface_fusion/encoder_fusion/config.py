@@ -20,6 +20,7 @@ NAMES = (
     *("dlcl", "representation", "dense", "lstm", "routing"),
 )
 PER_DECODER_LAYER = ("transparent", "fine-grained")
+IN_BOTH_STACKS = ("dlcl", "dense")
 EncoderFusionName = ChoiceEnum(list(NAMES))  # type: ignore[no-untyped-call]
 
 
@@ -119,6 +120,17 @@ class EncoderFusionConfig(TransformerConfig):
     def check_encoder_fusion(self) -> None:
         """Raise :class:`SurfaceFusionError` on a value that no model can be built with."""
         name, dim = self.encoder_fusion, self.encoder.embed_dim
+        if self.encoder_fusion_embedding and self.no_encoder_fusion_embedding:
+            raise SurfaceFusionError(
+                "--encoder-fusion-embedding contradicts --no-encoder-fusion-embedding; leave one out"
+            )
+        for flag, useful in (
+            ("encoder_fusion_embedding", name not in (None, "extra-layers", *IN_BOTH_STACKS)),
+            ("no_encoder_fusion_embedding", name in IN_BOTH_STACKS),
+        ):
+            if getattr(self, flag) and not useful:
+                given = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
+                logger.warning(f"--{flag.replace('_', '-')}: without effect {given}")
         if name is None:
             return
         if name not in NAMES:

@@ -1,13 +1,12 @@
 """A silenced layer has no weight in the fusion, and is back afterwards; the encoder runs whole."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from fairseq.data import Dictionary
 from tiny import SHARED, batch, log_probs, shaken
 
 from surface_fusion.analysis.ablation import ablate, silenced, subword_marks
+from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 
 FLAGS = ("--encoder-fusion-embedding", SHARED)
@@ -54,7 +53,7 @@ def test_the_translation_sees_it() -> None:
 def test_others_say_so(name: str) -> None:
     model = shaken("--encoder-fusion", name, SHARED)
     with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} is none that can leave out"):
-        ablate(SimpleNamespace(model=model), 1, None)  # type: ignore[arg-type]
+        ablate(Loaded(model, None, "test"), 1, None)
 
 
 @pytest.mark.parametrize(

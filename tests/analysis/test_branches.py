@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PAD, SHARED, batch, log_probs, shaken
+from fairseq.data import Dictionary
+from tiny import SHARED, batch, build, log_probs, shaken
 
-from surface_fusion.analysis.branches import summary, tokens
+from surface_fusion.analysis.branches import _source_ids, summary, tokens
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 
@@ -20,7 +21,8 @@ class OneBatch(Loaded):
 
 
 def loaded(*flags: str) -> Loaded:
-    task: Any = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD))
+    words = build(*flags)[1].target_dictionary
+    task: Any = SimpleNamespace(source_dictionary=words, target_dictionary=words)
     return OneBatch(shaken(*flags), task, "test")
 
 
@@ -37,8 +39,17 @@ def test_hard_fusion_is_the_weighted_mean_of_the_logs(gate: str) -> None:
         assert token.fused == int(full[token.sentence, token.position].argmax())
         assert token.decides == (token.fused != token.target)
         source = sample["net_input"]["src_tokens"][token.sentence].tolist()
-        assert token.copies == (token.surface in source)
+        assert token.copies == (token.surface in source and token.surface > 3)
         assert token.reference == int(sample["target"][token.sentence, token.position])
+
+
+def test_a_copy_is_of_the_word_not_of_its_number() -> None:
+    """Dictionaries that are not joined; </s>, which every source ends in, is no word."""
+    one, other = Dictionary(), Dictionary()
+    for dictionary, words in ((one, "a b c"), (other, "x c a")):
+        for word in words.split():
+            dictionary.add_symbol(word)
+    assert _source_ids(one, other).tolist() == [-1] * 4 + [-1, one.index("c"), one.index("a")]
 
 
 @pytest.mark.parametrize("flags", [("--sf-mode", "soft"), ("--sf-gate", "0.7", "--sf-renormalize")], ids=str)

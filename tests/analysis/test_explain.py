@@ -1,5 +1,6 @@
 """``translate --explain``: the table says what ``branches`` and ``align`` measure."""
 
+import re
 from typing import Any
 
 import pytest
@@ -25,18 +26,32 @@ def test_a_line_a_token() -> None:
     words = loaded.task.target_dictionary
     assert len(lines) == len(tokens) == 3
     for line, token in zip(lines, tokens, strict=True):
-        word, p, gate, target, surface, *_ = line.split()
-        assert (word, target, surface.rstrip("*=")) == tuple(
+        word, p, gate, target, surface, *_ = re.split("  +", line)
+        surface, _, marks = surface.partition(" ")
+        assert (word, target, surface) == tuple(
             words[i] for i in (token.reference, token.target, token.surface)
         )
         assert (p, gate) == (f"{token.p_fused:.2f}", "0.80")
-        assert ("*" in surface, "=" in surface) == (token.decides, token.copies)
+        assert marks == "*" * token.decides + "=" * token.copies
     decided = sum(token.decides for token in tokens)
     assert f"changed the likeliest token: {decided} of 3" in note
     surface = align.align(loaded, 0)[0]
     best = surface.weights[0].max()
     assert f"{surface.source[int(surface.weights[0].argmax())]} {best:.2f}" in lines[0]
     assert head.split("  ")[0] == "token"
+
+
+def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = pair(*HARD)
+    words = loaded.task.target_dictionary
+    words.symbols = [f"{word}*=" for word in words.symbols]
+    first, second, third = sorted(branches.tokens(loaded))
+    marked = [first._replace(decides=True, copies=True), second._replace(copies=True), third]
+    monkeypatch.setattr(branches, "tokens", lambda loaded: marked)
+    _, *lines, note = explain(loaded)
+    for line, token, marks in zip(lines, marked, (" *=", " =", ""), strict=True):
+        assert re.split("  +", line)[4] == words[token.surface] + marks
+    assert "token: 1 of 3; = it names a token of the source: 2" in note
 
 
 @pytest.mark.parametrize(("flags", "column"), [(("--sf-mode", "soft"), "gate"), ((), "branch")])

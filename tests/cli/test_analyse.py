@@ -132,3 +132,20 @@ def test_mistakes_are_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_of_fairseqs_own(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, data = trained
+    training = ("-a", "transformer", *SIZES, *OPTIMISER, "--optimizer", "adam", "--max-update", 1)
+    argv = ("train", data, *training, "--disable-validation", "--no-epoch-checkpoints")
+    assert main([*map(str, (*argv, "--save-dir", tmp_path))]) == 0
+    capsys.readouterr()
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    assert main(["analyse", "all", *map(str, (checkpoint, data)), "--cpu", "-o", str(tmp_path / "out")]) == 0
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"singular_values.csv", "align_decoder.png", "report.html"} <= made
+    said = capsys.readouterr().err
+    assert "layers: the model has no --encoder-fusion" in said
+    assert "branches: the model has no --surfacefusion" in said

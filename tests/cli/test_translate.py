@@ -102,6 +102,10 @@ def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) 
 def test_out_is_for_explanations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", str(folder), "-o", "x"]) != 0
     assert "-o goes with --explain" in capsys.readouterr().err
+    file = folder / "file"
+    file.touch()
+    assert main(["translate", str(folder), "--explain", "-o", str(file)]) != 0
+    assert f"-o {file} is a file; give a folder" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

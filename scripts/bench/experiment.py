@@ -129,7 +129,7 @@ def train_and_translate(
     workers: int,
     device: int | None,
 ) -> dict[str, Any]:
-    """Train *model* (flags) and translate *texts* (of :data:`SUBSETS`), beam 4; or what *folder* holds of it.
+    """Train *model* (flags) and translate *texts* (of :data:`SUBSETS`), beam 4, but for what *folder* holds.
 
     Returns:
         ``translations`` of each text, and the number of ``parameters``.
@@ -137,29 +137,30 @@ def train_and_translate(
     Raises:
         SystemExit: a process failed; with the end of its output.
     """
-    kept = folder / "outcome.json"
+    kept, checkpoint = folder / "outcome.json", folder / "checkpoint_last.pt"
     asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
     outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    if outcome.get("asked") == asked and outcome["translations"].keys() >= set(texts):
-        return outcome
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     environment = child_environment(device)
-    flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
-    flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
-    output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
-    checkpoint = str(folder / "checkpoint_last.pt")
-    translations = {}
+    known = outcome["translations"].keys() if outcome.get("asked") == asked else None
+    if known is None or not (checkpoint.exists() or known >= set(texts)):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
+        flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
+        output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
+        parameters = checkpoint_facts(str(checkpoint), trust=False)["parameters"]
+        outcome = {"asked": asked, "parameters": parameters, "translations": {}}
+        save_text(kept, json.dumps(outcome))
     for name in texts:
-        flags = [str(data), "-s", recipe.source, "-t", recipe.target, "--path", checkpoint]
+        if name in outcome["translations"]:
+            continue
+        flags = [str(data), "-s", recipe.source, "-t", recipe.target, "--path", str(checkpoint)]
         flags += ["--gen-subset", SUBSETS[name], "--beam", "4", "--batch-size", "128"]
         flags += ["--max-len-a", "1.2", "--max-len-b", "10", "--remove-bpe", "sentencepiece"]
         flags += [*(("--cpu",) if cpu else ()), *(("--fp16",) if recipe.dtype == "fp16" else ())]
         printed = output_of([sys.executable, "-m", "surface_fusion", "generate", *flags], environment)
-        translations[name] = parse_generate_output(printed.splitlines()).text
-    parameters = checkpoint_facts(checkpoint, trust=False)["parameters"]
-    outcome = {"asked": asked, "parameters": parameters, "translations": translations}
-    save_text(kept, json.dumps(outcome, ensure_ascii=False))
+        outcome["translations"][name] = parse_generate_output(printed.splitlines()).text
+        save_text(kept, json.dumps(outcome, ensure_ascii=False))
     return outcome
 
 

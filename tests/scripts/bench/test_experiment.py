@@ -1,6 +1,7 @@
 """scripts/bench: experiments from raw text, each in its smallest size on the CPU."""
 
 import csv
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -33,6 +34,14 @@ def test_methods_from_raw_text(
     before = kept.stat().st_mtime_ns
     run(*argv, "--work", tmp_path / "work", "-o", out)
     assert kept.stat().st_mtime_ns == before
+    outcome = json.loads(kept.read_text(encoding="utf-8"))  # as if interrupted before the second translation
+    lost = outcome["translations"].pop("newstest2016")
+    kept.write_text(json.dumps(outcome), encoding="utf-8")
+    checkpoint = kept.with_name("checkpoint_last.pt")
+    before = checkpoint.stat().st_mtime_ns
+    run(*argv, "--work", tmp_path / "work")
+    assert json.loads(kept.read_text(encoding="utf-8"))["translations"]["newstest2016"] == lost
+    assert checkpoint.stat().st_mtime_ns == before
     assert len(script("results").read_rows(out)) == 2 * len(rows)
 
 

@@ -23,27 +23,20 @@ import omegaconf
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import data_utils
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
+from surface_fusion import quick_trainer, resume
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quick_search import finalize_on_host
-from surface_fusion.quick_trainer import (
-    build_quickly,
-    compare_norms_later,
-    keep_data_workers,
-    send_norm_along,
-    set_seed,
-    sum_over_processes,
-)
 from surface_fusion.quiet import silence_harmless_warnings
-from surface_fusion.resume import with_advice_on_resets, with_first_epochs_batches
 
 logger = logging.getLogger(__name__)
 
@@ -303,16 +296,18 @@ def apply() -> None:
     mend_diverse_beam()
     mend_replace_unk()
     allow_second_copy()
-    _wrap(FairseqTask, "get_batch_iterator", with_first_epochs_batches)
-    _wrap(Trainer, "load_checkpoint", with_advice_on_resets)
-    _wrap(Trainer, "get_train_iterator", keep_data_workers)
+    _wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
+    _wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
+    _wrap(EpochBatchIterator, "state_dict", resume.with_processes)
+    _wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
+    _wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
     _wrap(Trainer, "get_train_iterator", group_evenly)
     _wrap(Trainer, "get_train_iterator", remember_batches)
     _wrap(Trainer, "begin_epoch", try_longest_batch)
-    _wrap(Trainer, "__init__", build_quickly)
+    _wrap(Trainer, "__init__", quick_trainer.build_quickly)
     _wrap(data_utils, "collate_tokens", collate_tokens)
     _wrap(SequenceGenerator, "finalize_hypos", finalize_on_host)
-    _wrap(Trainer, "_set_seed", set_seed)
-    _wrap(Trainer, "_check_grad_norms", compare_norms_later)
-    _wrap(Trainer, "_fast_stat_sync_sum", send_norm_along)
-    _wrap(distributed_utils, "all_reduce_dict", sum_over_processes)
+    _wrap(Trainer, "_set_seed", quick_trainer.set_seed)
+    _wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
+    _wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
+    _wrap(distributed_utils, "all_reduce_dict", quick_trainer.sum_over_processes)

@@ -3,10 +3,13 @@
 And where the checkpoint's state does not fit the training, fairseq's remedy is named.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
 
 
 def with_first_epochs_batches(
@@ -31,6 +34,33 @@ def with_first_epochs_batches(
     dataset.set_epoch(epoch)
     iterator.epoch = epoch
     return iterator
+
+
+def with_processes(state_dict: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
+    """fairseq's ``EpochBatchIterator.state_dict``, and how many processes share the batches."""
+    return {**state_dict(iterator), "num_shards": iterator.num_shards}
+
+
+def for_these_processes(
+    load_state_dict: Callable[[Any, dict[str, Any]], None], iterator: Any, state: dict[str, Any]
+) -> None:
+    """fairseq's ``EpochBatchIterator.load_state_dict``, at the place where other processes stopped (fs 3638).
+
+    fairseq saves how many batches each process has had, and skips as many for each of however many there are
+    now: half an epoch is seen twice, left out, or ends in a "dataloader mismatch".
+    """
+    then, now = state.get("num_shards", iterator.num_shards), iterator.num_shards
+    if then != now and state.get("iterations_in_epoch", 0) > 0:
+        seen = state["iterations_in_epoch"] * then
+        state = {**state, "iterations_in_epoch": seen // now}
+        again = "" if seen % now == 0 else f", {seen % now} of them once more"
+        if iterator.grouped_shuffling:
+            again += "; --grouped-shuffling orders them by the number of processes, so that these are others"
+        logger.warning(
+            f"processes: {then} when the checkpoint was saved in the middle of an epoch, {now} now; they go on "
+            f"behind its first {seen} batches{again}"
+        )
+    load_state_dict(iterator, state)
 
 
 def with_advice_on_resets(

@@ -1,6 +1,8 @@
 """Batches do not hang on the epoch in which a training was started."""
 
+import itertools
 from argparse import Namespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +52,59 @@ def test_batches_that_are_made_anew_each_epoch_stay_so():
     assert resumed == {epoch: whole[epoch] for epoch in (2, 3)}
     groups = [sorted(map(sorted, whole[epoch])) for epoch in (1, 2)]
     assert groups[0] != groups[1]
+
+
+def iterators(processes: int, **how: Any) -> list[Any]:
+    """One for each process, at the beginning of an epoch of 13 batches."""
+    task = FairseqTask(Namespace())
+    how = {"max_sentences": 4, "seed": 3, "num_shards": processes, "disable_iterator_cache": True, **how}
+    return [task.get_batch_iterator(dataset(), shard_id=i, **how) for i in range(processes)]
+
+
+def rest(iterator: Any, count: int | None = None) -> list[list[int]]:
+    """The next *count* batches of one process, or those that are left; a dummy batch is none."""
+    found = itertools.islice(iterator.next_epoch_itr(), count)
+    return [batch["id"].tolist() for batch in found if batch]
+
+
+@pytest.mark.parametrize(("then", "had", "now"), [(1, 6, 2), (2, 3, 1), (2, 3, 3), (1, 12, 2), (4, 2, 2)])
+def test_other_processes_go_on_where_the_training_stopped(then: int, had: int, now: int) -> None:
+    before = iterators(then)
+    seen = [batch for iterator in before for batch in rest(iterator, had)]
+    state = before[0].state_dict()
+    after = iterators(now)
+    for iterator in after:
+        iterator.load_state_dict(dict(state))
+    left = [batch for iterator in after for batch in rest(iterator)]
+    sentences = sorted(i for batch in seen + left for i in batch)
+    assert sentences == list(range(50))
+
+
+def test_batches_that_do_not_divide_come_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    (before,) = iterators(1)
+    seen = rest(before, 5)
+    after = iterators(2)
+    for iterator in after:
+        iterator.load_state_dict(before.state_dict())
+    left = [batch for iterator in after for batch in rest(iterator)]
+    assert [batch for batch in left if batch in seen] == seen[4:]
+    assert len(left) + len(seen) == 13 + 1
+    assert (
+        "1 when the checkpoint was saved in the middle of an epoch, 2 now; they go on "
+        "behind its first 5 batches, 1 of them once more"
+    ) in caplog.text
+
+
+def test_the_same_processes_and_old_checkpoints_are_as_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = rest(iterators(2)[1])
+    for drop in ((), ("num_shards",)):
+        before, after = iterators(2)[1], iterators(2)[1]
+        rest(before, 3)
+        after.load_state_dict({k: v for k, v in before.state_dict().items() if k not in drop})
+        assert rest(after) == whole[3:]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

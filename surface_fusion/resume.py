@@ -57,8 +57,8 @@ def for_these_processes(
         if iterator.grouped_shuffling:
             again += "; --grouped-shuffling orders them by the number of processes, so that these are others"
         logger.warning(
-            f"processes: {then} when the checkpoint was saved in the middle of an epoch, {now} now; they go on "
-            f"behind its first {seen} batches{again}"
+            f"processes: {then} when the checkpoint was saved in the middle of an epoch, {now} now; they "
+            f"go on behind its first {seen} batches{again}"
         )
     load_state_dict(iterator, state)
 

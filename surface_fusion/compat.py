@@ -33,6 +33,7 @@ from fairseq.trainer import Trainer
 from surface_fusion import quick_trainer, resume
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
+from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quick_search import finalize_on_host
@@ -154,44 +155,6 @@ def explain_missing_data() -> None:
     _wrap(data_utils, "load_indexed_dataset", load)
 
 
-def keep_last_batch() -> None:
-    """Batch every sentence (fs 5036): ``batch_by_size`` drops a last batch that is no multiple of 8.
-
-    A sentence that alone is more than ``--max-tokens`` is skipped and counted; fairseq does so in training
-    only, and dies of it elsewhere.
-    """
-
-    def batch(
-        original: Callable[..., Any],
-        indices: Any,
-        num_tokens_fn: Callable[[int], int],
-        num_tokens_vec: Any = None,
-        max_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if not isinstance(indices, np.ndarray):
-            indices = np.fromiter(indices, dtype=np.int64, count=-1)
-        if max_tokens is not None and kwargs.get("fixed_shapes") is None:
-            sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
-            fits = np.asarray(sizes) <= max_tokens
-            if not fits.all():
-                logger.warning(
-                    f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
-                    f"first few sample ids={indices[~fits][:10].tolist()}"
-                )
-                indices = indices[fits]
-                num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
-        if len(indices) == 0:
-            return []  # fairseq looks for a last batch and fails
-        batches = list(original(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
-        kept = sum(len(b) for b in batches)
-        if kept < len(indices) and kwargs.get("fixed_shapes") is None:
-            batches.append(indices[kept:])
-        return batches
-
-    _wrap(data_utils, "batch_by_size", batch)
-
-
 def skip_overlong_sentences() -> None:
     """Skip and count what is longer than the model's positions (fs 1853, 2998, 2650).
 
@@ -291,7 +254,8 @@ def apply() -> None:
     allow_checkpoint_classes()
     explain_bad_checkpoints()
     explain_missing_data()
-    keep_last_batch()
+    _wrap(data_utils, "batch_by_size", keep_last_batch)
+    _wrap(Trainer, "train_step", leave_out_dummies)
     skip_overlong_sentences()
     mend_diverse_beam()
     mend_replace_unk()

@@ -1,0 +1,56 @@
+"""The end of an epoch: no sentence is lost, and no update is normalised by what it did not learn from."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+def keep_last_batch(
+    batch_by_size: Callable[..., Any],
+    indices: Any,
+    num_tokens_fn: Callable[[int], int],
+    num_tokens_vec: Any = None,
+    max_tokens: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """fairseq's ``batch_by_size``, which drops a last batch that is no multiple of 8 (fs 5036).
+
+    A sentence that alone is more than ``--max-tokens`` is skipped and counted; fairseq does so in training
+    only, and dies of it elsewhere.
+    """
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, dtype=np.int64, count=-1)
+    if max_tokens is not None and kwargs.get("fixed_shapes") is None:
+        sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
+        fits = np.asarray(sizes) <= max_tokens
+        if not fits.all():
+            logger.warning(
+                f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
+                f"first few sample ids={indices[~fits][:10].tolist()}"
+            )
+            indices = indices[fits]
+            num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
+    if len(indices) == 0:
+        return []  # fairseq looks for a last batch and fails
+    batches = list(batch_by_size(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
+    kept = sum(len(b) for b in batches)
+    if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+        batches.append(indices[kept:])
+    return batches
+
+
+def leave_out_dummies(
+    train_step: Callable[..., Any], trainer: Any, samples: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``Trainer.train_step``, without the dummies behind a process's last batches of an epoch.
+
+    With ``--update-freq`` and several processes an update may hold batches and a dummy that stands for none.
+    fairseq then counts the tokens of the whole update as zero in that process, but not its gradient.
+    FSDP, in whose every batch all processes take part, keeps them.
+    """
+    real = [sample for sample in samples if sample is not None and len(sample) > 0]
+    return train_step(trainer, samples if trainer.is_fsdp or not real else real, *args, **kwargs)

@@ -138,9 +138,11 @@ def keep_data_workers(get_train_iterator: Callable[..., Any], trainer: Any, *arg
         and iterator.reuse_dataloader
         and iterator.dataloader is None
         and trainer.task.can_reuse_epoch_itr(iterator.dataset)  # the workers' copy need not know the epoch
-        and not trainer.cfg.dataset.curriculum  # after which batches are shuffled, which workers' are not
     ):
         iterator.dataloader = before.dataloader
-        iterator.epoch_batch_sampler = before.epoch_batch_sampler
-        iterator.epoch_batch_sampler.ordered_batches = iterator.ordered_batches
+        sampler = iterator.epoch_batch_sampler = before.epoch_batch_sampler
+        sampler.ordered_batches = iterator.ordered_batches
+        # As a new one is told; the last may have come from a curriculum, or a resumed epoch.
+        sampler.shuffle = iterator.next_epoch_idx > trainer.cfg.dataset.curriculum
+        sampler.fix_batches_to_gpus = trainer.cfg.distributed_training.fix_batches_to_gpus
     return iterator

@@ -32,10 +32,6 @@ def config(*flags: str) -> SurfaceFusionConfig:
             ("--decoder-output-dim", "8", "--share-decoder-input-output-embed"),
             "--decoder-output-dim 8: an output that shares the decoder's embedding has its width, 16",
         ),
-        (
-            ("--encoder-fusion-embedding", "--no-encoder-fusion-embedding"),
-            "--encoder-fusion-embedding contradicts --no-encoder-fusion-embedding",
-        ),
         (("--adaptive-softmax-cutoff", "10,20"), "--adaptive-softmax-cutoff [10, 20] cannot be used"),
         (
             ("--encoder-attention-heads", "3"),
@@ -128,6 +124,10 @@ def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFi
         (
             ("--encoder-fusion-embedding", "--encoder-fusion", "extra-layers"),
             "with --encoder-fusion extra-layers",
+        ),
+        (
+            ("--encoder-fusion-embedding", "--no-encoder-fusion-embedding", "--encoder-fusion", "dlcl"),
+            "with --encoder-fusion dlcl",
         ),
         (("--encoder-fusion-embedding", "--encoder-fusion", "concat"), None),
         (("--no-encoder-fusion-embedding", "--encoder-fusion", "dlcl"), None),

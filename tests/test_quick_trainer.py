@@ -270,6 +270,32 @@ def test_data_workers_stay_from_epoch_to_epoch(cfg: DictConfig) -> None:
     assert len(processes[0]) == 1 and processes == [processes[0]] * 3
 
 
+def test_batches_are_shuffled_again_after_a_curriculum_that_was_resumed(cfg: DictConfig) -> None:
+    """The state of an epoch that was not shuffled; today's command line has no curriculum."""
+    dataset = Numbers()
+    trainer = built(cfg)
+    trainer.task = FairseqTask(Namespace())
+
+    def get_train_iterator(trainer: Any, epoch: int) -> Any:
+        how = {
+            "max_sentences": 4,
+            "seed": 1,
+            "epoch": epoch,
+            "num_workers": 1,
+            "update_epoch_batch_itr": True,
+        }
+        return trainer.task.get_batch_iterator(dataset, grouped_shuffling=True, **how)
+
+    first = keep_data_workers(get_train_iterator, trainer, 1)
+    first.load_state_dict({"version": 2, "epoch": 1, "iterations_in_epoch": 2, "shuffle": False})
+    in_order = [[i for i, _ in batch] for batch in first.next_epoch_itr()]
+    second = keep_data_workers(get_train_iterator, trainer, 2)
+    batches = [[i for i, _ in batch] for batch in second.next_epoch_itr(shuffle=True)]
+    expected = get_train_iterator(trainer, 2)
+    assert batches == [list(batch) for batch in expected.ordered_batches(2, False, True)]
+    assert [batch for batch in batches if batch in in_order] != in_order
+
+
 def test_they_do_not_where_they_would_not_know_the_epoch(cfg: DictConfig) -> None:
     dataset = Numbers()
     type(dataset).can_reuse_epoch_itr_across_epochs = property(lambda self: False)  # type: ignore[method-assign]

@@ -1,12 +1,15 @@
 """One experiment of translation: raw text is cut and binarised, a model trained, test sets translated."""
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -70,6 +73,29 @@ class Recipe:
         return flags + (["--cpu"] if cpu else [])
 
 
+@contextmanager
+def work_folder(work: Path | None, languages: tuple[str, str]) -> Iterator[Path]:
+    """The folder of a direction in *work*, or a temporary one, for this run alone.
+
+    Raises:
+        SystemExit: it cannot be made, or another run works in it.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        folder = Path(work or temporary) / "-".join(languages)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--work {work}: {error.strerror}; give a folder") from None
+        with open(folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(
+                    f"another run works in {folder}; wait for it, or give another --work"
+                ) from None
+            yield folder
+
+
 def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, files: dict[str, str]) -> Path:
     """Cut and binarise *text* in *folder*, unless that is done: the data folder.
 
@@ -89,8 +115,10 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
     source = {"vocab": vocab, "sha256": digests}
     if data.exists():
-        if source_of(data) != source:
-            raise SystemExit(f"{folder} holds the data of another text or --vocab; give another --work")
+        found = source_of(data)
+        if found != source:
+            of = "another text or --vocab" if found else "an older version, which does not say of what text"
+            raise SystemExit(f"{folder} holds the data of {of}; give another --work")
         return data
     pieces = folder / "pieces"
     pieces.mkdir(parents=True, exist_ok=True)
@@ -105,6 +133,7 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     command += ["-s", languages[0], "-t", languages[1], "--destdir", f"{data}.new"]
     command += ["--trainpref", str(pieces / "train"), "--validpref", str(pieces / "valid")]
     command += ["--testpref", f"{pieces / 'test'},{pieces / 'test1'}"]
+    shutil.rmtree(f"{data}.new", ignore_errors=True)  # of a run that was killed
     output_of(command, child_environment())
     save_text(Path(f"{data}.new", SOURCE), json.dumps(source, indent=1))
     os.replace(f"{data}.new", data)

@@ -20,7 +20,6 @@ import argparse
 import gc
 import logging
 import statistics
-import tempfile
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 from contenders import FAST, MODELS, OURS, SIZES, on_gpus
-from experiment import Recipe, parse, prepare, references_of, train_and_translate
-from results import Run
+from experiment import Recipe, parse, prepare, references_of, train_and_translate, work_folder
+from results import Run, positive, probability, rate
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from steady import build, rates
@@ -87,12 +86,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--reverse", action="store_true", help="Romanian to English")
     parser.add_argument("--size", choices=SIZES, help="default: base")
     parser.add_argument("--norm", choices=("pre", "post"), default="pre")
-    parser.add_argument("--dropout", type=float, default=0.3)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--dropout", type=probability, default=0.3)
+    parser.add_argument("--lr", type=rate, default=1e-3)
     parser.add_argument("--speed", action="store_true", help="measure the speed of training, too")
     args = parse(parser, "methods")
     args.seeds = list(dict.fromkeys(args.seeds))
@@ -105,8 +104,7 @@ def main() -> None:
         *(*languages, size, args.norm, args.dropout, args.lr, args.updates, args.max_tokens, args.dtype[0]),
         vocab=args.vocab,
     )
-    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
-        folder = Path(args.work or temporary) / "-".join(languages)
+    with work_folder(args.work, languages) as folder:
         data = prepare(args.text, folder, languages, args.vocab, args.files)
         references = {name: references_of(name, languages[1], args) for name in TEST_SETS}
         failed = []

@@ -64,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
     parser.add_argument("--updates", type=positive, metavar="N", help="of each training; default: 1500")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="default: 4096")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: demo, that of the quick start")
     parser.add_argument(
@@ -78,8 +78,7 @@ def main() -> None:
     args.size = args.size or ("tiny" if args.quick else "demo")
 
     run = Run("quality", args.out, args.cpu)
-    args.seeds = list(dict.fromkeys(args.seeds))
-    keys = list(product(args.contender, args.seeds))
+    keys = list(dict.fromkeys(product(args.contender, args.seeds)))
     values: dict[str, list[float]] = {contender: [] for contender in args.contender}
     setting = {"size": args.size, "updates": args.updates, "max_tokens": args.max_tokens}
     setting |= {"dtype": args.dtype[0], "mode": "hard"}

@@ -165,6 +165,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def probability(text: str) -> float:
+    """A number on the command line from 0 up to below 1."""
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a number from 0 up to below 1")
+    return float(text)
+
+
+def rate(text: str) -> float:
+    """A number on the command line above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return float(text)
+
+
 def add_common_flags(
     parser: argparse.ArgumentParser,
     name: str,

@@ -8,13 +8,11 @@ set is looked at.
 """
 
 import argparse
-import tempfile
 from itertools import product
-from pathlib import Path
 
 from contenders import FAST, SIZES, on_gpus
-from experiment import Recipe, parse, prepare, references_of, train_and_translate
-from results import Run
+from experiment import Recipe, parse, prepare, references_of, train_and_translate, work_folder
+from results import Run, positive, probability, rate
 
 from surface_fusion.scoring import Score, score_text
 
@@ -26,18 +24,17 @@ def main() -> None:
     )
     parser.add_argument("--size", nargs="+", choices=SIZES, help="default: base")
     parser.add_argument("--norm", nargs="+", choices=("pre", "post"), default=["pre"])
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.3])
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3])
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dropout", type=probability, nargs="+", default=[0.1, 0.3])
+    parser.add_argument("--lr", type=rate, nargs="+", default=[1e-3])
+    parser.add_argument("--seed", type=positive, default=1)
     args = parse(parser, "tune")
     sizes = args.size or (["tiny"] if args.quick else ["base"])
     rest = (args.updates, args.max_tokens, args.dtype[0], args.vocab)
-    grid = product(sizes, args.norm, args.dropout, args.lr)
+    grid = dict.fromkeys(product(sizes, args.norm, args.dropout, args.lr))
     recipes = [Recipe("en", "ro", size, norm, dropout, lr, *rest) for size, norm, dropout, lr in grid]
 
     run = Run("tune", args.out, args.cpu)
-    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
-        folder = Path(args.work or temporary) / "en-ro"
+    with work_folder(args.work, ("en", "ro")) as folder:
         data = prepare(args.text, folder, ("en", "ro"), args.vocab, args.files)
         references = references_of("valid", "ro", args)
 

@@ -120,10 +120,6 @@ class EncoderFusionConfig(TransformerConfig):
     def check_encoder_fusion(self) -> None:
         """Raise :class:`SurfaceFusionError` on a value that no model can be built with."""
         name, dim = self.encoder_fusion, self.encoder.embed_dim
-        if self.encoder_fusion_embedding and self.no_encoder_fusion_embedding:
-            raise SurfaceFusionError(
-                "--encoder-fusion-embedding contradicts --no-encoder-fusion-embedding; leave one out"
-            )
         for flag, useful in (
             ("encoder_fusion_embedding", name not in (None, "extra-layers", *IN_BOTH_STACKS)),
             ("no_encoder_fusion_embedding", name in IN_BOTH_STACKS),

@@ -64,6 +64,7 @@ def test_a_folder_made_of_another_text_is_refused(run: Callable[..., None], tmp_
     text, work = tmp_path / "text", tmp_path / "work"
     shutil.copytree(experiment.SAMPLE, text)
     data = experiment.prepare(text, work, ("en", "ro"), 300, experiment.QUICK_FILES)
+    (work / "data-bin.new").mkdir()
     assert experiment.prepare(text, work, ("en", "ro"), 300, experiment.QUICK_FILES) == data
     with pytest.raises(SystemExit, match="another text or --vocab; give another --work"):
         experiment.prepare(text, work, ("en", "ro"), 301, experiment.QUICK_FILES)
@@ -71,6 +72,17 @@ def test_a_folder_made_of_another_text_is_refused(run: Callable[..., None], tmp_
         file.write("Încă un rând.\n")
     with pytest.raises(SystemExit, match="another text or --vocab; give another --work"):
         experiment.prepare(text, work, ("en", "ro"), 300, experiment.QUICK_FILES)
+
+
+def test_one_run_at_a_time_works_in_a_folder(run: Callable[..., None], tmp_path: Path) -> None:
+    experiment = script("experiment")
+    with (
+        experiment.work_folder(tmp_path, ("en", "ro")) as folder,
+        pytest.raises(SystemExit, match=f"another run works in {re.escape(str(folder))}"),
+    ):
+        run("tune", "--quick", "--cpu", "--work", tmp_path)
+    with experiment.work_folder(tmp_path, ("en", "ro")) as again:
+        assert again == folder
 
 
 def test_a_seed_given_twice_counts_once_and_vanilla_comes_first(
@@ -88,6 +100,9 @@ def test_a_seed_given_twice_counts_once_and_vanilla_comes_first(
     [
         (("methods", "nowhere", "--work", "w"), "core.train.en"),
         (("methods", "--quick", "--cpu", "--vocab", 100000, "--seeds", 1), "--vocab 100000: .*[Vv]ocabulary"),
+        (("tune", "--quick", "--dropout", 1.5), "--dropout: 1.5: give a number from 0 up to below 1"),
+        (("tune", "--quick", "--lr", 0), "--lr: 0: give a number above 0"),
+        (("methods", "--quick", "--cpu", "--work", "/dev/null"), "--work /dev/null: Not a directory"),
         (("tune", "--quick", "--jobs", 0), "--jobs: 0: give a whole number from 1"),
         (("tune", "--quick", "--updates", "-1"), "--updates: -1: give a whole number from 1"),
         (("methods", "--quick", "--dtype", "fp32", "bf16"), "give TEXT and --work DIR, or --quick"),
@@ -114,7 +129,7 @@ def test_a_users_mistake_is_one_line(
 
 def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tune.csv"
-    run("tune", "--quick", "--cpu", "--dropout", 0, "--lr", 1e-3, 1e-2, "--jobs", 2, "-o", out)
+    run("tune", "--quick", "--cpu", "--dropout", 0, "--lr", 1e-3, 1e-2, 1e-3, "--jobs", 2, "-o", out)
     rows = script("results").read_rows(out)
     assert sorted(row.setting.split(";")[4] for row in rows) == ["lr=0.001", "lr=0.01"]
     assert {(row.unit, row.setting[-17:]) for row in rows} == {("BLEU", "test=valid;seed=1")}

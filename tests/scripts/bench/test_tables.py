@@ -170,7 +170,7 @@ def test_bleu_of_each_path_and_seed(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "quality.csv"
-    run("quality", "--quick", "--cpu", "--seeds", 7, "--jobs", 2, "-o", out)
+    run("quality", "--quick", "--cpu", "--seeds", 7, 7, "--jobs", 2, "-o", out)
     rows = script("results").read_rows(out)  # as they were done
     assert sorted((r.contender, r.unit, r.n) for r in rows) == [("fast", "BLEU", 1), ("plain", "BLEU", 1)]
     assert all(r.setting.endswith("mode=hard;seed=7") for r in rows)

@@ -6,7 +6,7 @@
 #   scripts/demo.sh --quick    a few updates of everything, into runs/demo-quick: does it work here at all?
 #
 # Run again, it goes on where it stopped; delete the folder in runs/ to start over. Flags after the first
-# are handed to the training (for example --cpu, --seed 2).
+# are handed to the training (for example --cpu, --seed 2): a run that has begun keeps them.
 set -euo pipefail
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
@@ -29,11 +29,17 @@ fi
 run=$root/runs/$name
 data=$scripts/demo/data
 
+if [[ -f $run/flags && $(<"$run/flags") != "$*" ]]; then
+    echo "demo.sh: $run was begun with the flags '$(<"$run/flags")', not '$*'; delete it to start over" >&2
+    exit 2
+fi
+
 venv=$("$scripts/setup.sh" plot)
 export PATH=$venv/bin:$PATH
 # Threads that wait do not spin: beside other work on the machine an update otherwise takes ten times as long.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 mkdir -p "$run"
+printf "%s\n" "$*" >"$run/flags"
 
 step() { printf '\n== %s\n' "$*"; }
 

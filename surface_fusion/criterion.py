@@ -124,7 +124,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         """Decided once for a model: all processes of a training must go the same way."""
         if model not in self._ways:
             self._ways[model], said = self._decide(model)
-            logger.info(f"fused_label_smoothed_cross_entropy: {said}")
+            level = logging.INFO if model.training else logging.DEBUG  # a validation has no optimizer to ask
+            logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")
         return self._ways[model]
 
     def _decide(self, model: Any) -> tuple[str | PackedStep, str]:

@@ -56,7 +56,7 @@ def test_a_copy_is_of_the_word_not_of_its_number() -> None:
 def test_modes_of_one_projection_are_taken_apart(flags: tuple[str, ...]) -> None:
     model = loaded(*ATT, *flags)
     found = list(tokens(model))
-    full = log_probs(model.model, batch()).exp()
+    full = log_probs(model.model, batch()).exp().detach()
     for token in found:
         assert token.p_fused == pytest.approx(
             float(full[token.sentence, token.position, token.reference]), rel=1e-4

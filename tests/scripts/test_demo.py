@@ -1,6 +1,7 @@
 """The demo's two Python scripts; the demo itself is run, shortened, by continuous integration."""
 
 import importlib.util
+import shutil
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +70,17 @@ def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
     log.write_text("\n".join(line.split(" | ")[-1] for line in LOG.splitlines()))
     assert [update for update, _ in script("plot_curve").read(log, "train")] == [31, 62]
     assert [update for update, _ in script("plot_curve").read(log, "valid")] == [40, 80]
+
+
+def test_a_training_that_was_begun_with_other_flags_is_not_gone_on_with(tmp_path: Path) -> None:
+    script, run = tmp_path / "scripts" / "demo.sh", tmp_path / "runs" / "demo-quick"
+    script.parent.mkdir()
+    shutil.copy(Path(__file__).parents[2] / "scripts" / "demo.sh", script)
+    run.mkdir(parents=True)
+    (run / "flags").write_text("--cpu\n")
+    done = subprocess.run(["bash", script, "--quick", "--seed", "2"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{run} was begun with the flags '--cpu', not '--seed 2'; delete it" in done.stderr
 
 
 def test_help_is_the_demos_and_nothing_is_begun() -> None:

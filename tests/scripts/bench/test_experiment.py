@@ -4,11 +4,15 @@ import csv
 import json
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import SHARED, shaken
 
+from surface_fusion import SurfaceFusionError
+from surface_fusion.analysis.loaded import Loaded
 from tests.scripts.bench.conftest import script
 
 
@@ -16,7 +20,7 @@ def test_methods_from_raw_text(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "methods.csv"
-    argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "dwatt", "--seeds", 3, "--jobs", 2)
+    argv = ("methods", "--quick", "--cpu", "--method", "dwatt", "vanilla", "--seeds", 3, 3, "--jobs", 2)
     argv += ("--speed",)
     run(*argv, "--work", tmp_path / "work", "-o", out)
     rows = script("results").read_rows(out)
@@ -25,6 +29,9 @@ def test_methods_from_raw_text(
         ("dwatt", "p"),
         *((name, "tok/s") for name in ("fairseq", "vanilla", "dwatt")),
     }
+    # A seed given twice counts once, and vanilla comes first, since the others are compared to it.
+    assert sum(r.unit == "BLEU" for r in rows) == 2 * 2
+    assert [(r.contender, r.n) for r in rows if r.unit == "p"] == [("dwatt", 1)] * 2
     sizes = {r.contender: r.value for r in rows if r.unit == "parameters"}
     dim, inner, d_pos = 16, 8, 24
     dwatt = 2 * (2 * dim * inner + 2 * inner) + 2 * dim + (d_pos + 1) * dim  # one encoder layer
@@ -85,16 +92,6 @@ def test_one_run_at_a_time_works_in_a_folder(run: Callable[..., None], tmp_path:
         assert again == folder
 
 
-def test_a_seed_given_twice_counts_once_and_vanilla_comes_first(
-    run: Callable[..., None], tmp_path: Path
-) -> None:
-    out = tmp_path / "methods.csv"
-    run("methods", "--quick", "--cpu", "--seeds", 3, 3, "--method", "average", "vanilla", "-o", out)
-    rows = script("results").read_rows(out)
-    assert sum(row.unit == "BLEU" for row in rows) == 2 * 2
-    assert [(row.contender, row.n) for row in rows if row.unit == "p"] == [("average", 1)] * 2
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -139,7 +136,7 @@ def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_papers_figures_from_models_of_the_table(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ("methods", "--quick", "--cpu", "--method", "fine-grained", "--seeds", 1, 2)
+    argv = ("methods", "--quick", "--cpu", "--method", "fine-grained", "--seeds", 1, 2, "--jobs", 2)
     run(*argv, "--work", tmp_path, "-o", tmp_path / "methods.csv")
     data = tmp_path / "en-ro" / "data-bin"
     models = [tmp_path / "en-ro" / f"fine-grained-{seed}" / "checkpoint_last.pt" for seed in (1, 2)]
@@ -156,7 +153,20 @@ def test_the_papers_figures_from_models_of_the_table(
     assert sum(float(row["mean"]) for row in rows) == pytest.approx(1, abs=1e-3)
     assert f"{float(rows[0]['mean']):.3f} ±" in said and "the paper's claim" in said
     assert "BLEU loses most without layer" in said
-    run(*argv[:4], "vanilla", "--seeds", 1, "--work", tmp_path, "-o", tmp_path / "methods.csv")
-    plain = tmp_path / "en-ro" / "vanilla-1" / "checkpoint_last.pt"
-    with pytest.raises(SystemExit, match=r"vanilla-1.* was not trained with --encoder-fusion fine-grained"):
-        run("paper_figures", data, plain, "-o", tmp_path / "figures", "--split", "valid", "--cpu")
+
+
+def test_the_papers_figures_need_the_papers_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = script("paper_figures")
+    args = Namespace(data="data", split="test", cpu=True)
+    fusion = ("--encoder-fusion", "fine-grained")
+    for flags in ((), ("--encoder-fusion", "average"), fusion):
+        monkeypatch.setattr(
+            figures, "load", lambda *_, flags=flags: Loaded(shaken(SHARED, *flags), None, "test")
+        )
+        with pytest.raises(
+            SurfaceFusionError, match=r"one\.pt was not trained with --encoder-fusion fine-grained"
+        ):
+            figures.load_fine_grained("one.pt", args)
+    fused = Loaded(shaken(SHARED, *fusion, "--encoder-fusion-embedding"), None, "test")
+    monkeypatch.setattr(figures, "load", lambda *_: fused)
+    assert figures.load_fine_grained("one.pt", args) is fused

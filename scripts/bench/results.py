@@ -201,7 +201,7 @@ def add_common_flags(
         parser.set_defaults(dtype=[dtypes])
     else:
         parser.add_argument(
-            *("--dtype",),
+            "--dtype",
             nargs="+" if dtypes == "several" else 1,
             choices=("fp16", "bf16", "fp32"),
             help="default: fp16 on a GPU, fp32 on a CPU",

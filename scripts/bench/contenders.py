@@ -109,14 +109,15 @@ def child_environment(device: int | None = None, triton_cache: Path | None = Non
     """The environment of a child process: this package can be imported there, too.
 
     Args:
-        device: the only GPU that it sees.
+        device: the only GPU that it sees, by its number among those that we see.
         triton_cache: where compiled kernels are kept; empty at first, so that a cold start is cold.
     """
     package = str(Path(surface_fusion.__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}
     if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[device] if seen else str(device)
     if triton_cache is not None:
         environment["TRITON_CACHE_DIR"] = str(triton_cache)
     return environment

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
-from results import add_common_flags, positive, settle_common_flags
+from results import add_common_flags, machine, positive, settle_common_flags
 
 from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
@@ -157,20 +157,26 @@ def train_and_translate(
     cpu: bool,
     workers: int,
     device: int | None,
+    score_only: bool,
 ) -> dict[str, Any]:
     """Train *model* (flags) and translate *texts* (of :data:`SUBSETS`), beam 4, but for what *folder* holds.
 
+    Args:
+        score_only: nothing may be left to do.
+
     Returns:
-        ``translations`` of each text, and the number of ``parameters``.
+        ``translations`` of each text, the number of ``parameters``, and the ``machine`` that trained it.
 
     Raises:
-        SystemExit: a process failed; with the end of its output.
+        SystemExit: a process failed, with the end of its output; or something is left to do.
     """
     kept, checkpoint = folder / "outcome.json", folder / "checkpoint_last.pt"
     asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
     outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     environment = child_environment(device)
     known = outcome["translations"].keys() if outcome.get("asked") == asked else None
+    if score_only and not (known or set()) >= set(texts):
+        raise SystemExit(f"{folder} does not hold it, by these flags; leave out --score-only")
     if known is None or not (checkpoint.exists() or known >= set(texts)):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -178,7 +184,7 @@ def train_and_translate(
         flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
         output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
         parameters = checkpoint_facts(str(checkpoint), trust=False)["parameters"]
-        outcome = {"asked": asked, "parameters": parameters, "translations": {}}
+        outcome = {"asked": asked, "parameters": parameters, "machine": machine(cpu), "translations": {}}
         save_text(kept, json.dumps(outcome))
     for name in texts:
         if name in outcome["translations"]:
@@ -197,7 +203,7 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     """The command line of the table *name*: the flags of *parser* and those of all tables of experiments.
 
     Returns:
-        With ``files``, the names of the texts, and ``workers``, of each training's data loader.
+        With ``files``, the names of the texts, and ``place``, arguments of :func:`train_and_translate`.
     """
     parser.add_argument("text", type=Path, nargs="?", metavar="TEXT")
     parser.add_argument("--work", type=Path, metavar="DIR", help="data, checkpoints, translations")
@@ -207,16 +213,19 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
     )
+    parser.add_argument(
+        "--score-only", action="store_true", help="of what DIR holds; needs no GPU, whatever --dtype says"
+    )
     add_common_flags(parser, name, contenders=(), dtypes="one")
     args = parser.parse_args()
-    settle_common_flags(args, name)
+    settle_common_flags(args, name, trains=not args.score_only)
     if args.quick != (args.text is None) or (args.text and args.work is None):
         parser.error("give TEXT and --work DIR, or --quick")
     updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)
     args.updates, args.max_tokens = args.updates or updates, args.max_tokens or max_tokens
     args.vocab = args.vocab or vocab
     args.text, args.files = (SAMPLE, QUICK_FILES) if args.quick else (args.text, FILES)
-    args.workers = 0 if args.quick else 2
+    args.place = {"cpu": args.cpu, "workers": 0 if args.quick else 2, "score_only": args.score_only}
     return args
 
 

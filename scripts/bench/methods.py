@@ -8,9 +8,9 @@ TEXT holds core.{train,valid,test}.{en,ro} and newstest2016.{en,ro}. The text is
 units and binarised in DIR; each method is trained with each seed by the same command line, several at once;
 both test sets are translated (beam 4) and scored as plain text. Then each method against the plain
 Transformer: mean and deviation over seeds, and a paired bootstrap over the sentences of all seeds. What DIR
-holds already, by the same flags, is not done again. ``--speed``: after that, target tokens a second of
-training, each alone, fairseq's own Transformer with its own optimizer and loss too; steady state, the median
-over passes.
+holds already, by the same flags, is not done again, and its rows name the machine that did it. ``--speed``:
+after that, target tokens a second of training, each alone, fairseq's own Transformer with its own optimizer
+and loss too; steady state, the median over passes.
 
 The recipe was chosen for the plain Transformer alone (``tune.py``); all methods share it. No method
 is left out.
@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--lr", type=rate, default=1e-3)
     parser.add_argument("--speed", action="store_true", help="measure the speed of training, too")
     args = parse(parser, "methods")
+    if args.speed and args.score_only:
+        parser.error("--speed trains, and --score-only does not; leave one out")
     args.seeds = list(dict.fromkeys(args.seeds))
     args.method = sorted(dict.fromkeys(args.method), key=lambda method: method != "vanilla")  # others need it
 
@@ -109,30 +111,33 @@ def main() -> None:
         references = {name: references_of(name, languages[1], args) for name in TEST_SETS}
         failed = []
 
-        def measure(key: tuple[str, int], device: int | None) -> dict[str, list[str]] | None:
+        def measure(key: tuple[str, int], device: int | None) -> dict[str, Any] | None:
             method, seed = key
             model = (*METHODS[method], *FAST)
             place = folder / f"{method}-{seed}"
-            machine: dict[str, Any] = {"cpu": args.cpu, "workers": args.workers, "device": device}
             try:
-                outcome = train_and_translate(model, seed, recipe, TEST_SETS, data, place, **machine)
+                outcome = train_and_translate(
+                    *(model, seed, recipe, TEST_SETS, data, place), **args.place, device=device
+                )
             except (SystemExit, OSError) as error:  # the others go on
                 failed.append(f"{method}, seed {seed}: {error}")
                 return None
+            machine = outcome.get("machine")
             for name in TEST_SETS:
                 for score in score_text(outcome["translations"][name], references[name]):
                     row = {**recipe.setting(), "test": name, "seed": seed}
-                    run.add("methods", method, row, score.value, score.name.replace("sacre", ""))
+                    unit = score.name.replace("sacre", "")
+                    run.add("methods", method, row, score.value, unit, machine=machine)
             if seed == args.seeds[0]:
-                run.add("methods", method, recipe.setting(), outcome["parameters"], "parameters")
-            translations: dict[str, list[str]] = outcome["translations"]
-            return translations
+                size = outcome["parameters"]
+                run.add("methods", method, recipe.setting(), size, "parameters", machine=machine)
+            return outcome
 
         keys = [*product(args.method, args.seeds)]
-        found: dict[tuple[str, int], dict[str, list[str]] | None] = {}
+        found: dict[tuple[str, int], dict[str, Any] | None] = {}
         lines = []
-        for key, translations in zip(keys, on_gpus(measure, keys, at_once=args.jobs), strict=True):
-            found[key] = translations
+        for key, outcome in zip(keys, on_gpus(measure, keys, at_once=args.jobs), strict=True):
+            found[key] = outcome
             method = key[0]
             if key[1] == args.seeds[-1] and all(found[method, seed] for seed in args.seeds):
                 lines += summary(method, found, references, recipe, run, args)
@@ -145,7 +150,7 @@ def main() -> None:
 
 def summary(
     method: str,
-    found: dict[tuple[str, int], dict[str, list[str]] | None],
+    found: dict[tuple[str, int], dict[str, Any] | None],
     references: dict[str, list[str]],
     recipe: Recipe,
     run: Run,
@@ -157,7 +162,7 @@ def summary(
 
         def translations(system: str, name: str = name) -> list[list[str]]:
             outcomes = [found.get((system, seed)) for seed in args.seeds]
-            return [outcome[name] for outcome in outcomes if outcome]
+            return [outcome["translations"][name] for outcome in outcomes if outcome]
 
         scores = [score_text(lines, references[name])[0] for lines in translations(method)]
         values = [score.value for score in scores]
@@ -166,7 +171,9 @@ def summary(
         if method != "vanilla" and len(translations("vanilla")) == len(args.seeds):
             pair = [[*chain(*translations(system))] for system in ("vanilla", method)]
             p = bootstrap(*pair, references[name] * len(args.seeds))
-            run.add("methods", method, {**recipe.setting(), "test": name}, p, "p", len(args.seeds))
+            row = {**recipe.setting(), "test": name}
+            last = found[method, args.seeds[-1]] or {}
+            run.add("methods", method, row, p, "p", len(args.seeds), machine=last.get("machine"))
             line += f"  p = {p:.3f}"
         lines.append(f"{line}  {scores[0].signature}")
     return lines

@@ -76,6 +76,11 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     os.replace(beside, path)
 
 
+def machine(cpu: bool) -> dict[str, str]:
+    """What a row says of where it was measured."""
+    return {"hardware": hardware(cpu), "torch": torch.__version__}
+
+
 def hardware(cpu: bool) -> str:
     """Name of the GPU, or of the CPU with the number of cores we may use."""
     if not cpu:
@@ -104,19 +109,27 @@ class Run:
         self.id = f"{script}-{now:%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
         self.date = f"{now:%Y-%m-%d}"
         self.out = out
-        self.hardware = hardware(cpu)
+        self.machine = machine(cpu)
         self.rows: list[Row] = []
         self._lock = threading.Lock()
         if out is not None and out.exists():
             read_rows(out)  # complain now, not after the first measurement
 
     def add(
-        self, table: str, contender: str, settings: Mapping[str, object], value: float, unit: str, n: int = 1
+        self,
+        table: str,
+        contender: str,
+        settings: Mapping[str, object],
+        value: float,
+        unit: str,
+        n: int = 1,
+        *,
+        machine: Mapping[str, str] | None = None,
     ) -> None:
-        """Keep, save and print one measurement."""
+        """Keep, save and print one measurement, made on *machine* if that is not ours."""
         setting = setting_of(settings)
-        shared = (self.hardware, torch.__version__, self.date)
-        row = Row(self.id, table, contender, setting, float(f"{value:.6g}"), unit, n, *shared)
+        shared = {**(machine or self.machine), "date": self.date}
+        row = Row(self.id, table, contender, setting, float(f"{value:.6g}"), unit, n, **shared)
         with self._lock:
             self.rows.append(row)
             if self.out is not None:
@@ -210,11 +223,11 @@ def add_common_flags(
         parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(contenders))
 
 
-def settle_common_flags(args: argparse.Namespace, name: str) -> None:
-    """Fill in what was left to the machine."""
+def settle_common_flags(args: argparse.Namespace, name: str, *, trains: bool = True) -> None:
+    """Fill in what was left to the machine, which *trains* something or does not."""
     args.cpu = args.cpu or not torch.cuda.is_available()
     args.dtype = args.dtype or ["fp32" if args.cpu else "fp16"]
-    if args.cpu and "fp16" in args.dtype:
+    if trains and args.cpu and "fp16" in args.dtype:
         raise SystemExit("--dtype fp16 needs a CUDA GPU; leave it out, or give fp32")
     if args.out is None and not args.quick:
         args.out = RESULTS / f"{name}.csv"

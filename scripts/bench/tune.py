@@ -40,11 +40,12 @@ def main() -> None:
 
         def measure(recipe: Recipe, device: int | None) -> Score:
             name = f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}"
-            machine = {"cpu": args.cpu, "workers": args.workers, "device": device}
-            outcome = train_and_translate(FAST, args.seed, recipe, ["valid"], data, folder / name, **machine)
+            outcome = train_and_translate(
+                *(FAST, args.seed, recipe, ["valid"], data, folder / name), **args.place, device=device
+            )
             score = score_text(outcome["translations"]["valid"], references)[0]
             row = {**recipe.setting(), "test": "valid", "seed": args.seed}
-            run.add("tune", "vanilla", row, score.value, "BLEU")
+            run.add("tune", "vanilla", row, score.value, "BLEU", machine=outcome.get("machine"))
             return score
 
         scores = list(on_gpus(measure, recipes, at_once=args.jobs))

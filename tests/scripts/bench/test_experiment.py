@@ -52,6 +52,27 @@ def test_methods_from_raw_text(
     assert len(script("results").read_rows(out)) == 2 * len(rows)
 
 
+def test_what_another_machine_trained_is_scored_here(run: Callable[..., None], tmp_path: Path) -> None:
+    out = tmp_path / "methods.csv"
+    argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "--seeds", 3, "--work", tmp_path, "-o", out)
+    run(*argv)
+    kept = tmp_path / "en-ro" / "vanilla-3" / "outcome.json"
+    outcome = json.loads(kept.read_text(encoding="utf-8"))
+    outcome["asked"]["dtype"] = "fp16"
+    outcome["machine"] = {"hardware": "a GPU", "torch": "2.99"}
+    kept.write_text(json.dumps(outcome), encoding="utf-8")
+    (kept.parent / "checkpoint_last.pt").unlink()
+    run(*argv, "--score-only", "--dtype", "fp16")
+    rows = script("results").read_rows(out)
+    trained, scored = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert [row.value for row in trained] == [row.value for row in scored]
+    assert {(row.hardware, row.torch) for row in scored} == {("a GPU", "2.99")}
+    with pytest.raises(
+        SystemExit, match="vanilla-3 does not hold it, by these flags; leave out --score-only"
+    ):
+        run(*argv, "--score-only", "--lr", 1e-2)
+
+
 def test_methods_goes_on_when_a_training_fails(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

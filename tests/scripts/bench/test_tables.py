@@ -47,6 +47,15 @@ def test_nothing_is_begun_after_a_failure() -> None:
     assert begun == [0]
 
 
+def test_a_child_gets_one_of_the_gpus_that_we_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = script("contenders").child_environment
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment(1)["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment()["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
 def test_each_batch_size_has_its_own_batches() -> None:
     """fairseq handed out the batches that it had made first, whatever the size."""
     from fairseq.data import Dictionary, LanguagePairDataset

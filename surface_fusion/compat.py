@@ -46,14 +46,15 @@ TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace the function or method ``owner.name`` by ``wrapper(original, ...)``."""
-    original = getattr(owner, name)
+    """Replace the function, method or property ``owner.name`` by ``wrapper(original, ...)``."""
+    found = getattr(owner, name)
+    original: Any = found.fget if isinstance(found, property) else found
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    setattr(owner, name, property(wrapped) if isinstance(found, property) else wrapped)
 
 
 def allow_checkpoint_classes() -> None:
@@ -264,6 +265,7 @@ def apply() -> None:
     _wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     _wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     _wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
+    _wrap(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
     _wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
     _wrap(Trainer, "get_train_iterator", group_evenly)
     _wrap(Trainer, "get_train_iterator", remember_batches)

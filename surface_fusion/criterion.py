@@ -191,6 +191,10 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """As fairseq's, and the normalised perplexity."""
+        # Of numbers: meters are quicker with them than with tensors, and the GPU waits.
+        logging_outputs = [
+            {name: utils.item(value) for name, value in output.items()} for output in logging_outputs
+        ]
         super().reduce_metrics(logging_outputs)
         if any("normalized_nll_loss" in log for log in logging_outputs):
             total = sum(log.get("normalized_nll_loss", 0) for log in logging_outputs)

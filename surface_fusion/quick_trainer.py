@@ -10,6 +10,7 @@ computed changes.
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -101,8 +102,9 @@ def send_norm_along(
     slots = [0.0] * len(norms)
     slots[trainer.data_parallel_rank] = vars(trainer).pop("norm_before", -1.0)
     outputs, sums = sync(trainer, logging_outputs, *extra, *slots, **how)
-    trainer.norms_before = [float(norm) for norm in sums[len(extra) :]]
-    return outputs, sums[: len(extra)]
+    numbers = [float(value) for value in sums]  # with which the trainer is quicker than with tensors
+    trainer.norms_before = numbers[len(extra) :]
+    return outputs, numbers[: len(extra)]
 
 
 def compare_norms_later(check: Callable[..., None], trainer: Any, grad_norm: Tensor) -> None:
@@ -146,3 +148,17 @@ def keep_data_workers(get_train_iterator: Callable[..., Any], trainer: Any, *arg
         sampler.shuffle = iterator.next_epoch_idx > trainer.cfg.dataset.curriculum
         sampler.fix_batches_to_gpus = trainer.cfg.distributed_training.fix_batches_to_gpus
     return iterator
+
+
+_first_batches: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def keep_first_batch(first_batch: Callable[[Any], Any], iterator: Any) -> Any:
+    """fairseq's ``EpochBatchIterator.first_batch``, which a process that gets no batch goes through instead.
+
+    Collated once for a dataset; fairseq does so at the start of each epoch and of each validation, for which
+    the GPUs wait.
+    """
+    if iterator.dataset not in _first_batches:
+        _first_batches[iterator.dataset] = first_batch(iterator)
+    return _first_batches[iterator.dataset]

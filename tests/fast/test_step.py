@@ -220,14 +220,19 @@ MODELS = {
     ids=str,
 )
 def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
-    """On a GPU the second and third take the first one's recording."""
+    """On a GPU the second and third take the first one's recording.
+
+    What the modules themselves lose in this dtype there, ours may lose twice.
+    """
     lengths = [((9, 14, 6) * 20, (8, 12, 11) * 20), ((5, 7, 3) * 20, (6, 4, 5) * 20), ((9,) * 30, (13,) * 30)]
     model = shaken(*MODELS[name]).train()
     exact = shaken(*MODELS[name]).train()
+    modules = shaken(*MODELS[name]).train().to(device, dtype)
     step = step_of(model.to(device, dtype))
     for src, tgt in lengths:
         sample = batch(src, tgt)
         expected = gradients(exact, (1.0, sample))
+        rounded = gradients(modules, (0.125, moved(sample, device)))
         loss, _ = reference(exact, sample)
         step.packed.flat.zero_grad()
         got = step.train(moved(sample, device)).loss
@@ -239,10 +244,9 @@ def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: 
             if key not in expected:
                 continue  # frozen
             want = expected[key]
-            error = (parameter.grad.cpu().float() / 0.125 - want).norm()
-            assert error <= 4 * tolerance * (want.norm() + 0.02 * total), (
-                key
-            )  # some are zero but for rounding
+            error, theirs = ((g.cpu().float() / 0.125 - want).norm() for g in (parameter.grad, rounded[key]))
+            bound = 4 * tolerance * (want.norm() + 0.02 * total)  # some are zero but for rounding
+            assert error <= max(bound, 2 * theirs), key
     if device == "cuda":
         assert step._graphs is not None and len(step._graphs._recordings) == 1
 

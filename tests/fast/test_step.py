@@ -222,31 +222,32 @@ MODELS = {
 def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
     """On a GPU the second and third take the first one's recording.
 
-    What the modules themselves lose in this dtype there, ours may lose twice.
+    Gradients are looked at over all three: where rounding turns off a ReLU, that of one batch can be 4 % away
+    in half precision. (Over nine batches the modules are as far away as we are.)
     """
     lengths = [((9, 14, 6) * 20, (8, 12, 11) * 20), ((5, 7, 3) * 20, (6, 4, 5) * 20), ((9,) * 30, (13,) * 30)]
     model = shaken(*MODELS[name]).train()
     exact = shaken(*MODELS[name]).train()
-    modules = shaken(*MODELS[name]).train().to(device, dtype)
     step = step_of(model.to(device, dtype))
+    tolerance = TOLERANCE[dtype]
+    errors: dict[str, list[Tensor]] = {}
+    norms: dict[str, list[Tensor]] = {}
     for src, tgt in lengths:
         sample = batch(src, tgt)
         expected = gradients(exact, (1.0, sample))
-        rounded = gradients(modules, (0.125, moved(sample, device)))
         loss, _ = reference(exact, sample)
         step.packed.flat.zero_grad()
         got = step.train(moved(sample, device)).loss
         (got * 0.125).backward()
-        tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.detach().cpu(), loss.detach(), rtol=tolerance, atol=0)
         total = torch.stack([want.norm() for want in expected.values()]).norm()
         for key, parameter in model.named_parameters():
-            if key not in expected:
-                continue  # frozen
-            want = expected[key]
-            error, theirs = ((g.cpu().float() / 0.125 - want).norm() for g in (parameter.grad, rounded[key]))
-            bound = 4 * tolerance * (want.norm() + 0.02 * total)  # some are zero but for rounding
-            assert error <= max(bound, 2 * theirs), key
+            if key in expected:  # others are frozen
+                want = expected[key]
+                errors.setdefault(key, []).append((parameter.grad.cpu().float() / 0.125 - want).norm())
+                norms.setdefault(key, []).append(want.norm() + 0.02 * total)  # some are zero but for rounding
+    for key in errors:
+        assert torch.stack(errors[key]).norm() <= 4 * tolerance * torch.stack(norms[key]).norm(), key
     if device == "cuda":
         assert step._graphs is not None and len(step._graphs._recordings) == 1
 

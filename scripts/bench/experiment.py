@@ -172,7 +172,10 @@ def train_and_translate(
     """
     kept, checkpoint = folder / "outcome.json", folder / "checkpoint_last.pt"
     asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
-    outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    try:
+        outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    except ValueError as error:
+        raise SystemExit(f"{kept} is damaged ({error}); remove it, and the training is done again") from None
     environment = child_environment(device)
     known = outcome["translations"].keys() if outcome.get("asked") == asked else None
     if score_only and not (known or set()) >= set(texts):

@@ -97,6 +97,9 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
     figure, axes = pyplot().subplots(figsize=(4.6, 4), layout="constrained")
     for side, place, mark in zip(("source", "target"), places, ("o", "x"), strict=True):
         axes.scatter(*place.t().tolist(), s=12, marker=mark, label=side, alpha=0.7)
+    axes.set_title("the most frequent words")
+    axes.set_xlabel("first principal direction")
+    axes.set_ylabel("second")
     axes.legend()
     paths += save_figure(figure, out / "pca")
 

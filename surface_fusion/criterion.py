@@ -193,7 +193,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         """As fairseq's, and the normalised perplexity."""
         # Of numbers: meters are quicker with them than with tensors, and the GPU waits.
         logging_outputs = [
-            {name: utils.item(value) for name, value in output.items()} for output in logging_outputs
+            {name: value.item() if torch.is_tensor(value) else value for name, value in output.items()}
+            for output in logging_outputs
         ]
         super().reduce_metrics(logging_outputs)
         if any("normalized_nll_loss" in log for log in logging_outputs):

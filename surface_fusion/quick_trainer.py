@@ -159,6 +159,6 @@ def keep_first_batch(first_batch: Callable[[Any], Any], iterator: Any) -> Any:
     Collated once for a dataset; fairseq does so at the start of each epoch and of each validation, for which
     the GPUs wait.
     """
-    if iterator.dataset not in _first_batches:
+    if iterator.dataset not in _first_batches or len(iterator.frozen_batches) == 0:
         _first_batches[iterator.dataset] = first_batch(iterator)
     return _first_batches[iterator.dataset]

@@ -216,3 +216,8 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match=words):
         run("train", *flags, "-o", tmp_path / "train.csv")
+
+
+def test_what_is_committed_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
+    run("plot", "-o", tmp_path / "all.svg")
+    assert (tmp_path / "all.svg").read_text(encoding="utf-8").startswith("<?xml")

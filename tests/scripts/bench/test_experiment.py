@@ -71,6 +71,9 @@ def test_what_another_machine_trained_is_scored_here(run: Callable[..., None], t
         SystemExit, match="vanilla-3 does not hold it, by these flags; leave out --score-only"
     ):
         run(*argv, "--score-only", "--lr", 1e-2)
+    kept.write_text(kept.read_text(encoding="utf-8")[:100], encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"outcome.json is damaged \(.*\); remove it"):
+        run(*argv)
 
 
 def test_methods_goes_on_when_a_training_fails(

@@ -257,6 +257,7 @@ def apply() -> None:
     explain_missing_data()
     _wrap(data_utils, "batch_by_size", keep_last_batch)
     _wrap(Trainer, "train_step", leave_out_dummies)
+    _wrap(Trainer, "train_step", quick_trainer.announce_sums)
     skip_overlong_sentences()
     mend_diverse_beam()
     mend_replace_unk()

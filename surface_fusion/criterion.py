@@ -29,6 +29,7 @@ from torch import Tensor
 
 from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
+from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
@@ -64,6 +65,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         self.sf_plain = sf_plain
         self._ways: WeakKeyDictionary[Any, str | PackedStep] = WeakKeyDictionary()
         self._compilation: Compilation | None = None
+        self.early_sums = EarlySums()
 
     def prepare(self, model: Any, cfg: Any) -> None:
         """Begin to compile what training *model* is going to need on a GPU; fairseq has more to do before.
@@ -93,8 +95,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         way = self._way_for(model) if reduce else "plain"
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
-            training = model.training
-            losses = way.train(sample, last=not accumulating(model)) if training else way.evaluate(sample)
+            losses = way.evaluate(sample) if not model.training else self._train(way, model, sample)
         elif way == "fused":
             losses = self._fused(model, sample)
         else:
@@ -118,6 +119,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
                 correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output["n_correct"] = utils.item(correct)
             logging_output["total"] = utils.item(total)
+        if isinstance(way, PackedStep) and model.training:
+            self.early_sums.add(logging_output)
         return losses.loss, sample_size, logging_output
 
     def _way_for(self, model: Any) -> str | PackedStep:
@@ -141,6 +144,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         step = PackedStep(packed, self.eps, self.ignore_prefix_size, self._compilation)
         where = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
         return step, f"batches without padding, {where}"
+
+    def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
+        return step.train(sample, last=not accumulating(model), before_last=self.early_sums.send)
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         decoder = unwrapped(model).decoder

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from surface_fusion import early_sums
+
 
 class ReadOnceConfig(DictConfig):
     """A configuration that looks each value up once, and again after it was set."""
@@ -87,6 +89,17 @@ def sum_over_processes(
     return {name: found[name].view(values[name].shape) for name in data}
 
 
+def announce_sums(
+    train_step: Callable[..., Any], trainer: Any, samples: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``Trainer.train_step``, whose statistics a criterion may sum early (``early_sums.py``)."""
+    early = early_sums.of(trainer)
+    if early is not None and trainer._sync_stats():
+        extra = [trainer._local_cumulative_training_time(), *_norm_slots(trainer)]
+        early.announce(extra, trainer.data_parallel_process_group)
+    return train_step(trainer, samples, *args, **kwargs)
+
+
 def send_norm_along(
     sync: Callable[..., tuple[Any, list[Any]]],
     trainer: Any,
@@ -95,16 +108,39 @@ def send_norm_along(
     **how: Any,
 ) -> tuple[Any, list[Any]]:
     """fairseq's ``Trainer._fast_stat_sync_sum``, which on GPUs also gathers what :func:`compare_norms_later`
-    compares: each process's norm of the update before, -1 where that had none."""
-    norms = trainer._grad_norm_buf
-    if norms is None or not norms.is_cuda or trainer.cfg.common.amp or not trainer.model.training:
+    compares: each process's norm of the update before, -1 where that had none.
+
+    What a criterion has sent early is here by now, and nothing is summed again.
+    """
+    if not trainer.model.training:
         return sync(trainer, logging_outputs, *extra, **how)
+    slots = _norm_slots(trainer)
+    vars(trainer).pop("norm_before", None)
+    early = early_sums.of(trainer)
+    found = None if early is None else early.take(logging_outputs)
+    if found is not None:
+        output, (train_time, *norms) = found
+        _, ooms, _ = extra
+        outputs, sums = [output], [output["sample_size"], ooms, train_time]
+    elif not slots:
+        return sync(trainer, logging_outputs, *extra, **how)
+    else:
+        outputs, tensors = sync(trainer, logging_outputs, *extra, *slots, **how)
+        numbers = [float(value) for value in tensors]  # with which the trainer is quicker than with tensors
+        sums, norms = numbers[: len(extra)], numbers[len(extra) :]
+    if slots:
+        trainer.norms_before = norms
+    return outputs, sums
+
+
+def _norm_slots(trainer: Any) -> list[float]:
+    """This process's norm of the update before at its place; none where fairseq compares them itself."""
+    norms = trainer._grad_norm_buf
+    if norms is None or not norms.is_cuda or trainer.cfg.common.amp:
+        return []
     slots = [0.0] * len(norms)
-    slots[trainer.data_parallel_rank] = vars(trainer).pop("norm_before", -1.0)
-    outputs, sums = sync(trainer, logging_outputs, *extra, *slots, **how)
-    numbers = [float(value) for value in sums]  # with which the trainer is quicker than with tensors
-    trainer.norms_before = numbers[len(extra) :]
-    return outputs, numbers[: len(extra)]
+    slots[trainer.data_parallel_rank] = getattr(trainer, "norm_before", -1.0)
+    return slots
 
 
 def compare_norms_later(check: Callable[..., None], trainer: Any, grad_norm: Tensor) -> None:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from surface_fusion import quick_trainer
 from surface_fusion.quick_trainer import (
     ReadOnceConfig,
+    announce_sums,
     build_quickly,
     compare_norms_later,
     keep_data_workers,
@@ -36,7 +37,11 @@ class Trainer:
         self, cfg: DictConfig, task: object, model: str, criterion: object, quantizer: object = None
     ) -> None:
         self.cfg = cfg
+        self.criterion = criterion
         self.quantizer = quantizer
+
+    def get_criterion(self) -> object:
+        return self.criterion
 
     def get_num_updates(self) -> int:
         return self.updates
@@ -203,6 +208,50 @@ def test_otherwise_fairseq_compares(cfg: DictConfig) -> None:
         assert sums == ((trainer, [], 1), {"ignore": True})
         compare_norms_later(lambda trainer, norm: asked.append(norm), trainer, torch.tensor(3.0))
     assert asked == [3, 3]
+
+
+class Sent:
+    """The sums that a criterion has sent early: of two processes that do the same."""
+
+    def __init__(self) -> None:
+        self.extra: list[float] = []
+
+    def announce(self, extra: list[float], group: object) -> None:
+        assert group == "group"
+        self.extra = [2 * number for number in extra]
+
+    def take(self, outputs: list[dict[str, float]]) -> Any:
+        return ({name: 2 * value for name, value in outputs[0].items()}, self.extra) if self.extra else None
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_was_sent_early_is_not_summed_again(cfg: DictConfig, on_gpu: bool) -> None:
+    trainer = of_two(cfg, 1)
+    trainer._grad_norm_buf = trainer._grad_norm_buf if on_gpu else torch.zeros(2)
+    trainer.criterion, trainer.data_parallel_process_group = Namespace(early_sums=Sent()), "group"
+    trainer._sync_stats, trainer._local_cumulative_training_time = (lambda: True), (lambda: 1.25)
+    trainer.norm_before = 3.0
+
+    def train_step(trainer: Any, samples: list[int]) -> Any:
+        logged = [{"loss": 1.5, "sample_size": 4}]
+        return send_norm_along(lambda *_: pytest.fail("sent"), trainer, logged, 4.0, 1, 9.0, ignore=True)
+
+    for _ in range(2):
+        found = announce_sums(train_step, trainer, [])
+        assert found == ([{"loss": 3.0, "sample_size": 8}], [8, 1, 2.5])
+        assert vars(trainer).pop("norms_before", None) == ([0, 6] if on_gpu else None)
+        trainer.norm_before = 3.0
+
+
+def test_sums_are_announced_where_fairseq_asks_for_them(cfg: DictConfig) -> None:
+    trainer = of_two(cfg, 0)
+    trainer._sync_stats = lambda: False
+    for trainer.criterion in (None, Namespace(early_sums=Sent())):
+        assert announce_sums(lambda *given, **how: (given, how), trainer, [1], raise_oom=True) == (
+            (trainer, [1]),
+            {"raise_oom": True},
+        )
+    assert trainer.criterion.early_sums.extra == []
 
 
 def test_validation_leaves_the_norm_for_the_next_update(cfg: DictConfig) -> None:

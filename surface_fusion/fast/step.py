@@ -77,12 +77,18 @@ class PackedStep:
         with torch.no_grad():
             return self.losses(pack(*_tokens(sample), self.padding_idx))
 
-    def train(self, sample: dict[str, Any], last: bool = True) -> LinearCrossEntropy:
+    def train(
+        self,
+        sample: dict[str, Any],
+        last: bool = True,
+        before_last: Callable[[Tensor], None] | None = None,
+    ) -> LinearCrossEntropy:
         """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer.
 
         Args:
             last: of an update's batches, as far as is known: then its backward also averages the gradient
                 over processes and measures its norm, all without waiting for the device.
+            before_last: called before such a backward, with the gradient's factor.
         """
         self.packed.training = True
         if self._graphs is not None:
@@ -92,6 +98,8 @@ class PackedStep:
             losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
 
         def run(scale: Tensor) -> None:
+            if last and before_last is not None:
+                before_last(scale)
             backward(scale)
             if last:
                 if dist.is_initialized():

@@ -1,0 +1,109 @@
+"""Sums of two processes, begun before the backward."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from surface_fusion.early_sums import EarlySums, of
+
+
+def output(loss: float, ntokens: int) -> dict[str, Any]:
+    return {"loss": torch.tensor(loss), "ntokens": ntokens, "sample_size": ntokens}
+
+
+def two_processes(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    sums = EarlySums()
+    one = [output(1.5 + rank, 3 + rank)]
+    sums.announce([0.25, rank])
+    sums.add(one[0])
+    sums.send(torch.tensor(128.0))
+    assert sums.take(one) == ({"loss": 4.0, "ntokens": 7, "sample_size": 7}, [0.5, 1])
+
+    several = [output(float("nan") if rank else 1.0, 5), output(2.0, 6)]
+    sums.announce([2.0])
+    for each in several:
+        sums.add(each)
+    sums.send(torch.tensor(float(1 - rank)))  # rank 1 went through a dummy, whatever came of it
+    assert sums.take(several) == ({"loss": 3.0, "ntokens": 11, "sample_size": 11}, [4.0])
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_not_announced_is_not_sent(group: None) -> None:
+    sums, logged = EarlySums(), output(1.0, 2)
+    sums.add(logged)
+    sums.send(torch.ones(()))
+    assert sums.take([logged]) is None
+    sums.announce([])
+    sums.add(logged)
+    sums.send(torch.ones(()))
+    sums.send(torch.ones(()))  # fairseq goes through the batch again to find out where a NaN comes from
+    assert sums.take([logged]) == ({"loss": 1, "ntokens": 2, "sample_size": 2}, [])
+    assert sums.take([logged]) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logged: [{**logged[0], "ntokens": 9}],
+        lambda logged: [{**logged[0], "extra": 1}],
+        lambda logged: [logged[0], logged[0]],
+        lambda logged: [],
+    ],
+)
+def test_what_a_task_has_changed_is_not_taken(group: None, change: Any) -> None:
+    sums, logged = EarlySums(), [output(1.0, 2)]
+    sums.announce([])
+    sums.add(logged[0])
+    sums.send(torch.ones(()))
+    assert sums.take(change(logged)) is None
+
+
+def test_an_update_forgets_the_one_before(group: None) -> None:
+    """Which ran out of memory in the middle."""
+    sums, logged = EarlySums(), output(1.0, 2)
+    sums.announce([])
+    sums.add(output(5.0, 7))
+    sums.announce([])
+    sums.add(logged)
+    sums.send(torch.ones(()))
+    assert sums.take([logged]) == ({"loss": 1, "ntokens": 2, "sample_size": 2}, [])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    sums = EarlySums()
+    try:
+        for _ in range(3):
+            logged = {"ntokens": 3, "loss": torch.tensor(1.5, device="cuda"), "sample_size": 4}
+            logged["nll_loss"] = torch.tensor(0.5, device="cuda")
+            sums.announce([0.25])
+            sums.add(logged)
+            sums.send(torch.ones((), device="cuda"))
+            found = sums.take([logged])
+            assert found == ({"ntokens": 3, "loss": 1.5, "sample_size": 4, "nll_loss": 0.5}, [0.25])
+            assert found is not None and list(found[0]) == list(logged)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_criteria_have_none() -> None:
+    sums = EarlySums()
+    assert of(Namespace(get_criterion=lambda: Namespace(early_sums=sums))) is sums
+    assert of(Namespace(get_criterion=lambda: object())) is None

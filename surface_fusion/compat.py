@@ -31,6 +31,7 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from surface_fusion import quick_trainer, resume
+from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
@@ -263,6 +264,7 @@ def apply() -> None:
     mend_replace_unk()
     allow_second_copy()
     _wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
+    _wrap(FairseqTask, "get_batch_iterator", make_batches_ahead)
     _wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     _wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     _wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)

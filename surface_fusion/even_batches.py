@@ -5,7 +5,7 @@ tokens differ: on 103,000 sentence pairs in batches of 16,384 the larger of two 
 with the padding counted). In an order by tokens it is 0.5 % (2.5 %).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,16 +21,18 @@ def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: An
     iterator = get_train_iterator(trainer, *args, **kwargs)
     if getattr(iterator, "grouped_shuffling", False) and iterator.num_shards > 1:
         batches = iterator.frozen_batches
-        costs = [-_cost(iterator.dataset, batch) for batch in batches]
         # Stable: fairseq gives the same iterator again in each epoch, and a resumed training a new one.
-        iterator._frozen_batches = tuple(batches[i] for i in np.argsort(costs, kind="stable"))
+        order = np.argsort(-_costs(iterator.dataset, batches), kind="stable")
+        iterator._frozen_batches = tuple(batches[i] for i in order)
     return iterator
 
 
-def _cost(dataset: Any, batch: Any) -> int:
-    """As a packed batch's; of data that is no pairs, its tokens."""
+def _costs(dataset: Any, batches: Sequence[Any]) -> Any:
+    """As packed batches'; of data that is no pairs, their tokens."""
     if getattr(dataset, "tgt_sizes", None) is None:
-        return sum(int(dataset.num_tokens(i)) for i in batch)
-    indices = np.asarray(batch)
-    src, tgt = (int(sizes[indices].sum()) for sizes in (dataset.src_sizes, dataset.tgt_sizes))
-    return Capacity(src, tgt, padded=0).cost
+        return np.array([sum(int(dataset.num_tokens(i)) for i in batch) for batch in batches])
+    sentences = np.concatenate(batches)
+    starts = np.cumsum([0, *map(len, batches[:-1])])
+    sizes = (np.asarray(sizes)[sentences] for sizes in (dataset.src_sizes, dataset.tgt_sizes))
+    rows: list[Any] = [np.add.reduceat(side, starts, dtype=np.int64) for side in sizes]
+    return Capacity(src=rows[0], tgt=rows[1], padded=0).cost  # of all batches at once

@@ -42,6 +42,15 @@ mkdir -p "$run"
 printf "%s\n" "$*" >"$run/flags"
 
 step() { printf '\n== %s\n' "$*"; }
+# Paths are shown as from the clone.
+short() { printf '%s' "${1#"$root"/}"; }
+# failed LOG: the end of the log of a command that failed.
+failed() {
+    tail -n 20 "$1" >&2
+    echo "demo.sh: failed, see above and $1" >&2
+    exit 1
+}
+[[ $(pwd -P) == "$root" ]] || printf 'Paths below are as from %s\n' "$root"
 
 if [[ ! -d $run/data-bin ]]; then
     step "Cutting the text into 4,000 joint sentencepiece units and binarising it"
@@ -49,14 +58,15 @@ if [[ ! -d $run/data-bin ]]; then
     rm -rf "$run/data-bin.new"
     surface-fusion preprocess -s en -t ro --joined-dictionary --trainpref "$run/pieces/train" \
         --validpref "$run/pieces/valid" --testpref "$run/pieces/test" --destdir "$run/data-bin.new" >"$run/preprocess.log" 2>&1 ||
-        { tail -n 20 "$run/preprocess.log" >&2; exit 1; }
+        failed "$run/preprocess.log"
     mv "$run/data-bin.new" "$run/data-bin"
 fi
 
 step "Training: 3+3 layers, 192/768, hard surface fusion (gate 0.8, renormalised), $updates updates"
 if [[ -f $run/trained && $(<"$run/trained") == "$updates $*" ]]; then
-    echo "done already"
+    echo "done already, log: $(short "$run/train.log")"
 else
+    echo "losses in nats a token; fairseq's log: $(short "$run/train.log")"
     surface-fusion train "$run/data-bin" -s en -t ro -a transformer_surface_fusion \
         --encoder-layers 3 --encoder-embed-dim 192 --encoder-ffn-embed-dim 768 --encoder-attention-heads 4 \
         --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \
@@ -67,22 +77,25 @@ else
         --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
         --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
         --no-epoch-checkpoints --save-dir "$run/checkpoints" \
-        --log-format json --log-interval $interval --no-progress-bar "$@" | tee -a "$run/train.log"
+        --log-format json --log-interval $interval --no-progress-bar "$@" |
+        tee -a "$run/train.log" | python "$scripts/demo/progress.py" --updates $updates
     echo "$updates $*" >"$run/trained"
 fi
 
 step "Translating the test set, beam 4"
 # The last checkpoint: the learning rate has gone down to 0 by then.
 surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_last.pt" \
-    --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece >"$run/generate.txt.new"
+    --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece \
+    >"$run/generate.txt.new" 2>"$run/generate.log" || failed "$run/generate.log"
 mv "$run/generate.txt.new" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
+[[ $name == demo ]] || echo "(words at random after $updates updates: this shows that it works, the whole demo what it learns)"
 paste "$data/test.en" "$run/test.hyp.ro" | sed -n '1,5{s/\t/\n    /;p}'
 
-step "Scores against $data/test.ro"
+step "Scores against $(short "$data/test.ro")"
 surface-fusion score --hyp "$run/test.hyp.ro" --ref "$data/test.ro" --romanian | tee "$run/scores.txt"
 
 step "Learning curve"
 python "$scripts/demo/plot_curve.py" "$run/train.log" -o "$run/learning_curve.png"
 printf 'picture:      %s\nmodel:        %s\ntranslations: %s\n' \
-    "$run/learning_curve.png" "$run/checkpoints/checkpoint_last.pt" "$run/test.hyp.ro"
+    "$(short "$run/learning_curve.png")" "$(short "$run/checkpoints/checkpoint_last.pt")" "$(short "$run/test.hyp.ro")"

@@ -22,7 +22,8 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
 
     Sums are in float64, the result has the dtypes of the last checkpoint, whose integer buffers are taken
     as they are. Tensors that shared memory still do. Optimizer state is left out: the result is for
-    generation, or to start a new training from (``--finetune-from-model``).
+    generation, or to start a new training from (``--finetune-from-model``). ``averaged``, which fairseq
+    does not read, names the files.
 
     Raises:
         SurfaceFusionError: a file cannot be loaded, or two differ in the names or shapes of parameters.
@@ -36,6 +37,7 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
         for name, value in model.items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
     state["model"] = _means(sums, len(paths), model)
+    state["averaged"] = [os.path.basename(path) for path in paths]
     state["last_optimizer_state"] = None
     # That of the last checkpoint alone would be out of place.
     state["extra_state"].pop("ema", None)

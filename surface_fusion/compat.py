@@ -28,6 +28,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.fairseq_task import StatefulContainer
 from fairseq.trainer import Trainer
 
 from surface_fusion import quick_trainer, resume
@@ -212,6 +213,21 @@ def mend_replace_unk() -> None:
     _wrap(utils, "load_align_dict", load)
 
 
+def mend_copies_of_tasks() -> None:
+    """Let tasks, and so the hub's models, be copied and unpickled (``copy.deepcopy``; fairseq main of 2025).
+
+    The copy of a task's state is asked for ``__setstate__`` before it has any attribute, and fairseq then
+    looks for its attribute in that attribute, without end.
+    """
+
+    def get(original: Callable[..., Any], self: Any, name: str) -> Any:
+        if "_factories" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no {name} yet")
+        return original(self, name)
+
+    _wrap(StatefulContainer, "__getattr__", get)
+
+
 def allow_second_copy() -> None:
     """Take ``--user-dir`` for what it is when this package is imported already (fs 2081).
 
@@ -262,6 +278,7 @@ def apply() -> None:
     skip_overlong_sentences()
     mend_diverse_beam()
     mend_replace_unk()
+    mend_copies_of_tasks()
     allow_second_copy()
     _wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
     _wrap(FairseqTask, "get_batch_iterator", make_batches_ahead)

@@ -4,6 +4,7 @@ Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has t
 """
 
 import argparse
+import copy
 import io
 import json
 import sys
@@ -66,6 +67,10 @@ def replace_unk_needs_a_file() -> bool:
     return fails(utils.load_align_dict, "@@ ", error=FileNotFoundError)
 
 
+def task_cannot_be_copied() -> bool:
+    return fails(copy.deepcopy, FairseqTask(argparse.Namespace()), error=RecursionError)
+
+
 def second_copy_refused() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for place in ("a", "b"):
@@ -119,6 +124,7 @@ if __name__ == "__main__":
         overlong_sentence_is_fatal,
         diverse_beam_fails,
         replace_unk_needs_a_file,
+        task_cannot_be_copied,
         second_copy_refused,
         foreign_checkpoint_unexplained,
         missing_folder_unexplained,

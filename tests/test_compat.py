@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import copy
 import io
 import json
 import logging
@@ -18,12 +19,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fairseq import checkpoint_utils, search, tasks, utils
+from fairseq import checkpoint_utils, hub_utils, search, tasks, utils
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils
 from fairseq.tasks import FairseqTask
+from omegaconf import OmegaConf
 
 from surface_fusion import SurfaceFusionError, quiet
-from tests.tiny import data_folder
+from tests.tiny import build, data_folder
 
 TROUBLES = (
     "namespace_refused",
@@ -31,6 +33,7 @@ TROUBLES = (
     "overlong_sentence_is_fatal",
     "diverse_beam_fails",
     "replace_unk_needs_a_file",
+    "task_cannot_be_copied",
     "second_copy_refused",
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
@@ -223,6 +226,23 @@ def test_replace_unk_without_a_dictionary(tmp_path: Path) -> None:
     assert utils.load_align_dict(None) is None
     (tmp_path / "align").write_text("horse cal\n")
     assert utils.load_align_dict(str(tmp_path / "align")) == {"horse": "cal"}
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_hub_is_copied_whole() -> None:
+    model, task = build("--surfacefusion", "att", "--sf-gate", "0.8")
+    cfg = {"generation": {"replace_unk": None}, "tokenizer": None, "bpe": None}
+    hub = hub_utils.GeneratorHubInterface(OmegaConf.create(cfg), task, [model])
+    task.state.add_factory("answer", int)
+    copied = copy.deepcopy(hub)
+    assert copied.task.state.answer == 0 and "answer" not in task.state.state_dict
+    with pytest.raises(AttributeError, match="no factory for attribute question"):
+        _ = copied.task.state.question
+    assert copied.models[0] is not model
+    same = zip(model.parameters(), copied.models[0].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
 
 
 # -- importing twice ----------------------------------------------------------------------------

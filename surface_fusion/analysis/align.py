@@ -62,8 +62,13 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
 
 def draw(loaded: Loaded, out: Path, sentence: int) -> list[Path]:
     """Write ``align_surface`` and ``align_decoder`` (``.csv``, ``.png``, ``.svg``) to the folder *out*."""
+    return save(align(loaded, sentence), out)
+
+
+def save(found: list[Alignment], out: Path) -> list[Path]:
+    """The files of :func:`draw`, of the attentions *found*."""
     paths: list[Path] = []
-    for name, weights, source, target in align(loaded, sentence):
+    for name, weights, source, target in found:
         values = weights.tolist()
         rows = [
             (i, word, j, other, f"{values[i][j]:.6g}")

@@ -124,8 +124,11 @@ def summary(found: list[Token]) -> dict[str, float]:
 
 def write(loaded: Loaded, out: Path) -> list[Path]:
     """Write ``branches.csv`` (a line a token) and ``branches_summary.csv`` to the folder *out*."""
-    words = loaded.task.target_dictionary
-    found = sorted(tokens(loaded))
+    return save(sorted(tokens(loaded)), loaded.task.target_dictionary, out)
+
+
+def save(found: list[Token], words: Any, out: Path) -> list[Path]:
+    """The files of :func:`write`, of the tokens *found*; *words* is the target dictionary."""
     rows = [
         (
             *(token.sentence, token.position),

@@ -81,6 +81,7 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
     figure, axes = pyplot().subplots(figsize=(5, 3.4), layout="constrained")
     for name, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve.tolist(), "--" if "other" in name else "-", label=name)
+    axes.set_title("singular values of the embeddings")
     axes.set_xlabel("singular value")
     axes.set_ylabel("log of its share of the first")
     axes.legend()

@@ -28,13 +28,19 @@ def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded
     return Loaded(model, task, "typed")
 
 
-def explain(loaded: Loaded) -> list[str]:
-    """A table of the only sentence in *loaded*: a line a token, and one of what the marks mean."""
+def explain(loaded: Loaded, out: Path | None = None) -> list[str]:
+    """A table of the only sentence in *loaded*: a line a token, and one of what the marks mean.
+
+    With *out*, also ``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in that
+    folder, of the same passes of the model.
+    """
     words = loaded.task.target_dictionary
     columns = {"token": [words[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}
     note = []
     if loaded.setting("surfacefusion") is not None:
         tokens = sorted(branches.tokens(loaded))
+        if out is not None:
+            branches.save(tokens, words, out)
         columns["p"] = [f"{token.p_fused:.2f}" for token in tokens]
         if tokens[0].gate is not None:
             columns["gate"] = [f"{token.gate:.2f}" for token in tokens]
@@ -49,19 +55,16 @@ def explain(loaded: Loaded) -> list[str]:
             f"{DECIDES} the surface changed the likeliest token: {decided} of {len(tokens)}; "
             f"{COPIES} it names a token of the source: {copied}"
         )
-    for attention in align.align(loaded, 0):
+    attentions = align.align(loaded, 0)
+    if out is not None:
+        align.save(attentions, out)
+    for attention in attentions:
         best = attention.weights.max(dim=1)
         columns[f"read by {attention.name}"] = [
             f"{attention.source[i]} {weight:.2f}"
             for i, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
     return [*_table(columns), *note]
-
-
-def write(loaded: Loaded, out: Path) -> list[Path]:
-    """``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in the folder *out*."""
-    paths = branches.write(loaded, out) if loaded.setting("surfacefusion") is not None else []
-    return [*paths, *align.draw(loaded, out, 0)]
 
 
 def _table(columns: dict[str, list[str]]) -> list[str]:

@@ -127,6 +127,7 @@ def draw(loaded: Loaded, out: Path) -> list[Path]:
             columns=table.columns,
             row_label="layer",
             column_label=table.column_label,
+            title="weights of layers",
         )
         paths += save_figure(figure, out / table.name)
     return paths

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils, options, utils
+from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.distributed import utils as distributed_utils
 
 import surface_fusion
 from surface_fusion.cli import user_errors
 from surface_fusion.cli.log import set_up_logging
+from surface_fusion.cli.subwords import with_hint
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
@@ -104,6 +105,8 @@ def run(verb: str, argv: Sequence[str]) -> None:
             replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *rest])
         )
         changes.enter_context(trusted_checkpoints(getattr(known, "trust_checkpoint", False)))
+        if verb in ("generate", "interactive"):
+            changes.enter_context(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, rest)))
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:

@@ -3,13 +3,15 @@
 import contextlib
 import copy
 import json
+import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
@@ -23,6 +25,8 @@ from surface_fusion.version import __version__
 
 SUMMARY = "what a checkpoint is; without one, the versions to put into a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
+# Validation metrics that fairseq logs to base 2.
+BITS = ("loss", "nll_loss")
 # Entries of a state dict that are no parameters.
 BUFFERS = ("version", "_float_tensor", "fusion.positions")
 
@@ -56,6 +60,8 @@ def _in_words(value: Any) -> str:
         return "yes" if value else "no"
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return f"of {len(value)} files, {', '.join(value)}; updates and best loss are those of the last"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -94,7 +100,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
             state = checkpoint_utils.load_checkpoint_to_cpu(path)
     model, cfg = state["model"], state["cfg"].model
     last = state["optimizer_history"][-1]
-    task = state["cfg"].task
+    best = state["extra_state"].get("best")
     tensors = {name: value for name, value in model.items() if not name.endswith(BUFFERS)}
     fusion = {n: v for n, v in tensors.items() if n.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS)}
     return {
@@ -103,14 +109,38 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "fusion": fusion_in_words(cfg),
         "parameters": _count(tensors),
         "fusion_parameters": _count(fusion),
+        "averaged": state.get("averaged", False),
         "updates": last["num_updates"],
-        "best_loss": state["extra_state"].get("best"),
-        "languages": f"{task.source_lang}-{task.target_lang}" if task.get("source_lang") else "not recorded",
+        "best_loss": best,
+        "best_loss_is": None if best is None else _metric(state["cfg"]),
+        "languages": _languages(state["cfg"].task),
         "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
         "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
         "safe_to_load": safe,
     }
+
+
+def _metric(cfg: Any) -> str:
+    """What fairseq has called the best loss: ``--best-checkpoint-metric``, of the validation set."""
+    name = cfg.checkpoint.best_checkpoint_metric
+    if name not in BITS:
+        return f"validation {name}"
+    per_sentence = name == "loss" and cfg.optimization.sentence_avg
+    smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
+    unit = f"bits a {'sentence' if per_sentence else 'token'}"
+    return f"validation {name}, {unit}{', with label smoothing' if smoothed else ''}"
+
+
+def _languages(task: Any) -> str:
+    """By the flags, or as fairseq finds them without: by the data folder's files, where that still is."""
+    source, target = task.get("source_lang"), task.get("target_lang")
+    folders = utils.split_paths(task.get("data") or "")
+    if source is None and folders and os.path.isdir(folders[0]):
+        source, target = data_utils.infer_language_pair(folders[0])
+    if source is None:
+        return "not recorded: trained without -s and -t, and its data folder is not here"
+    return f"{source}-{target}"
 
 
 def _count(tensors: dict[str, torch.Tensor]) -> int:

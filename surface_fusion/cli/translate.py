@@ -146,9 +146,6 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _explained(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
-    from surface_fusion.analysis.explain import explain, loaded_pair, write
+    from surface_fusion.analysis.explain import explain, loaded_pair
 
-    loaded = loaded_pair(hub.models[0], hub.task, *tokens)
-    if out is not None:
-        write(loaded, out)
-    return explain(loaded)
+    return explain(loaded_pair(hub.models[0], hub.task, *tokens), out)

@@ -8,7 +8,7 @@ With z_n the N states, z = z_N the last, d their width and static layer position
 U is b x d and W d x b with a bottleneck b = d/2; scores are not divided by sqrt(d) (``--dwatt-scaling``
 does).
 
-On the encoder's output. Parameters: ``(N + 1) (2 d b + 2 b) + 2 N d + (d_pos + 1) d``; 1,859,072 for d =
+On the encoder's output. Parameters: ``(N + 1) (2 d b + 2 b) + 2 N d + (d_pos + 1) d``; 1,857,536 for d =
 512 and 6 layers, 26,314,752 for RoBERTa-large (d = 1024, 24 layers; the paper prints 26.33 million).
 """
 

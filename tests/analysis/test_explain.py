@@ -1,6 +1,7 @@
 """``translate --explain``: the table says what ``branches`` and ``align`` measure."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.Monke
     for line, token, marks in zip(lines, marked, (" *=", " =", ""), strict=True):
         assert re.split("  +", line)[4] == words[token.surface] + marks
     assert "token: 1 of 3; = it names a token of the source: 2" in note
+
+
+def test_files_cost_no_pass_of_the_model(tmp_path: Path) -> None:
+    """One pass for the branches and one for the attentions, whether or not they are written down."""
+    loaded = pair(*HARD)
+    passes: list[object] = []
+    loaded.model.register_forward_hook(lambda *_: passes.append(None))
+    table = explain(loaded)
+    assert len(passes) == 2
+    assert explain(loaded, tmp_path) == table and len(passes) == 4
+    branches.write(loaded, tmp_path / "again")
+    align.draw(loaded, tmp_path / "again", 0)
+    made = sorted(path.name for path in (tmp_path / "again").iterdir())
+    assert "branches.csv" in made and "align_surface.svg" in made
+    for name in made:
+        if name.endswith(".csv"):
+            assert (tmp_path / name).read_text() == (tmp_path / "again" / name).read_text()
+        assert (tmp_path / name).stat().st_size > 0
 
 
 @pytest.mark.parametrize(("flags", "column"), [(("--sf-mode", "soft"), "gate"), ((), "branch")])

@@ -108,6 +108,16 @@ def test_all(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureF
         *("branches_summary", "branches", "align_surface", "align_decoder"),
     ]
     assert page.count("<img ") == 6
+    titles = {
+        "layers": "weights of layers",
+        "ablation": "BLEU, % change",
+        "singular_values": "singular values of the embeddings",
+        "pca": "the most frequent words",
+        "align_surface": "surface attention",
+        "align_decoder": "decoder attention",
+    }
+    for name, title in titles.items():
+        assert f"<!-- {title} -->" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,49 @@ def test_a_checkpoint_of_ours(command, checkpoint, data):
     assert facts["parameters"] == entries * d + layers + attention + ffn
 
 
+@pytest.mark.parametrize(
+    ("metric", "sentence_avg", "words"),
+    [
+        ("loss", False, "validation loss, bits a token, with label smoothing"),
+        ("loss", True, "validation loss, bits a sentence, with label smoothing"),
+        ("nll_loss", True, "validation nll_loss, bits a token"),
+        ("bleu", False, "validation bleu"),
+    ],
+)
+def test_the_best_loss_has_a_name_and_a_unit(command, checkpoint, tmp_path, metric, sentence_avg, words):
+    state = torch.load(checkpoint, weights_only=True)
+    state["cfg"]["checkpoint"]["best_checkpoint_metric"] = metric
+    state["cfg"]["optimization"]["sentence_avg"] = sentence_avg
+    torch.save(state, tmp_path / "metric.pt")
+    assert json.loads(command("info", tmp_path / "metric.pt", "--json").out)["best_loss_is"] == words
+
+
+def test_without_a_validation_there_is_no_best_loss(command, checkpoint, tmp_path):
+    state = torch.load(checkpoint, weights_only=True)
+    del state["extra_state"]["best"]
+    torch.save(state, tmp_path / "unvalidated.pt")
+    facts = json.loads(command("info", tmp_path / "unvalidated.pt", "--json").out)
+    assert facts["best_loss"] is facts["best_loss_is"] is None
+
+
+def test_languages_that_no_flag_gave_are_those_of_the_data(command, checkpoint, data, tmp_path):
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["cfg"]["task"]["source_lang"] is None
+    assert json.loads(command("info", checkpoint, "--json").out)["languages"] == "en-ro"
+    state["cfg"]["task"]["data"] = "not/here"
+    torch.save(state, tmp_path / "moved.pt")
+    said = command("info", tmp_path / "moved.pt").out
+    assert "not recorded: trained without -s and -t, and its data folder is not here" in said
+
+
+def test_an_average_says_of_what(command, save_dir, checkpoint, tmp_path):
+    mean = tmp_path / "mean.pt"
+    assert command("average", "--last", 2, save_dir, "-o", mean).status == 0
+    assert json.loads(command("info", mean, "--json").out)["averaged"] == ["checkpoint1.pt", "checkpoint2.pt"]
+    assert "of 2 files, checkpoint1.pt, checkpoint2.pt; updates and" in command("info", mean).out
+    assert json.loads(command("info", checkpoint, "--json").out)["averaged"] is False
+
+
 def test_plain_text_says_the_same(command, checkpoint):
     lines = command("info", checkpoint).out.splitlines()
     facts = dict(line.split("  ", 1) for line in lines)

@@ -1,8 +1,11 @@
 """The demo's two Python scripts; the demo itself is run, shortened, by continuous integration."""
 
 import importlib.util
+import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -70,6 +73,68 @@ def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
     log.write_text("\n".join(line.split(" | ")[-1] for line in LOG.splitlines()))
     assert [update for update, _ in script("plot_curve").read(log, "train")] == [31, 62]
     assert [update for update, _ in script("plot_curve").read(log, "valid")] == [40, 80]
+
+
+def test_progress_is_short_and_in_nats() -> None:
+    shown = script("progress").shown
+    said = [line for line in (shown(line, 100) for line in LOG.splitlines()) if line is not None]
+    assert said[0] == " 31 of 100 updates, epoch 1: training loss 5.55"
+    assert said[1] == " 40 of 100 updates, epoch 1: validation loss 4.16"
+    assert len(said) == 5, "averages of an epoch are left out"
+    line = json.dumps({"epoch": 1, "nll_loss": "1", "num_updates": "40", "ups": "2"})
+    fast, slow = line, line.replace('"2"', '"0.1"')
+    assert shown(fast, 100).endswith(", 30 s left") and shown(slow, 100).endswith(", 10 min left")
+    assert shown("12:00 | WARNING | x | look out\n", 100) == "12:00 | WARNING | x | look out"
+
+
+STAND_IN = """\
+#!/usr/bin/env bash
+# surface-fusion, as far as demo.sh needs it: each verb writes its files and talks.
+while (($#)); do
+    case $1 in
+        preprocess | train | generate | score) verb=$1 ;;
+        --destdir | --save-dir) mkdir -p "$2" ;;
+    esac
+    shift
+done
+echo "$verb: chatter of /some/place" >&2
+case $verb in
+    train) cat "$LOG" ;;
+    generate) for i in $(seq 0 499); do printf 'H-%s\t-1\tSalut %s\n' "$i" "$i"; done ;;
+    score) echo "sacreBLEU 1.00" ;;
+esac
+"""
+
+
+def test_the_demo_shows_relative_paths_and_keeps_logs_in_files(tmp_path: Path) -> None:
+    """In a path with a space, from another folder, twice; fairseq's part is played by a few lines."""
+    clone, venv = tmp_path / "a clone", tmp_path / "venv" / "bin"
+    shutil.copytree(DEMO.parent, clone / "scripts", ignore=shutil.ignore_patterns("bench", "__pycache__"))
+    venv.mkdir(parents=True)
+    for path, text in (
+        (clone / "scripts" / "setup.sh", f"#!/usr/bin/env bash\necho '{venv.parent}'\n"),
+        (venv / "python", f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n'),
+        (venv / "surface-fusion", STAND_IN),
+    ):
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "log").write_text(LOG)
+    command = ["bash", clone / "scripts" / "demo.sh", "--quick"]
+    environment = {**os.environ, "LOG": str(tmp_path / "log")}
+    said = []
+    for folder in (tmp_path, clone):
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert f"Paths below are as from {clone}\n" in said[0]
+    assert str(clone) not in said[1] and "chatter" not in said[0]
+    assert "31 of 20 updates, epoch 1: training loss 5.55\n" in said[0] and "train_inner" not in said[0]
+    assert "Cats' eyes are very sensitive to light.\n    Salut 0\n" in said[0]
+    assert "picture:      runs/demo-quick/learning_curve.png\n" in said[0]
+    assert "done already" not in said[0] and "done already, log: runs/demo-quick/train.log" in said[1]
+    run = clone / "runs" / "demo-quick"
+    assert (run / "train.log").read_text() == LOG
+    assert all("chatter" in (run / f"{verb}.log").read_text() for verb in ("generate", "preprocess"))
 
 
 def test_a_training_that_was_begun_with_other_flags_is_not_gone_on_with(tmp_path: Path) -> None:

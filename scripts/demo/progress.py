@@ -1,0 +1,52 @@
+"""Show a training in short lines, from fairseq's JSON log on standard input.
+
+    surface-fusion train ... --log-format json | python progress.py --updates 1240
+
+Losses are in nats a token, as in the learning curve; fairseq logs bits. Warnings and errors are shown whole.
+"""
+
+import argparse
+import json
+import math
+import sys
+from typing import Any
+
+
+def shown(line: str, updates: int) -> str | None:
+    """What a user wants to see of *line* of a training of *updates* updates; None if nothing."""
+    if " | WARNING | " in line or " | ERROR | " in line:
+        return line.rstrip("\n")
+    start = line.find('{"epoch": ')
+    stats = json.loads(line[start:]) if start >= 0 else {}
+    for prefix, name in (("", "training"), ("valid_", "validation")):
+        if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
+            done = int(stats[f"{prefix}num_updates"])
+            loss = float(stats[f"{prefix}nll_loss"]) * math.log(2)
+            place = f"{done:{len(str(updates))}} of {updates} updates, epoch {stats['epoch']}"
+            return f"{place}: {name} loss {loss:.2f}{_time_left(stats, updates - done)}"
+    return None
+
+
+def _time_left(stats: dict[str, Any], updates: int) -> str:
+    """By the speed of the last few updates."""
+    speed = float(stats.get("ups", 0))
+    if speed <= 0 or updates <= 0:
+        return ""
+    seconds = updates / speed
+    return f", {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--updates", type=int, required=True, metavar="N", help="of the whole training")
+    args = parser.parse_args()
+    for line in sys.stdin:
+        if (text := shown(line, args.updates)) is not None:
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

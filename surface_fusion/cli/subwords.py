@@ -1,0 +1,50 @@
+"""``--remove-bpe`` that does not fit the data: fairseq joins as it is told and says nothing."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# What fairseq also calls "@@ ".
+SPELLINGS = {"subword_nmt": "@@ ", "@@": "@@ "}
+
+
+def hint(argv: Sequence[str], dictionary: Any) -> str | None:
+    """What is wrong with the flags *argv* for translations in words of *dictionary*; None if nothing is."""
+    from surface_fusion.analysis.ablation import subword_marks
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--remove-bpe", "--post-process", nargs="?", const="@@ ", dest="symbol")
+    parser.add_argument("--bpe")
+    given = parser.parse_known_args(argv)[0]
+    if given.symbol is None:
+        return None
+    symbol, marks = SPELLINGS.get(given.symbol, given.symbol), subword_marks(dictionary)
+    if symbol == given.bpe == "sentencepiece":
+        return (
+            "--remove-bpe and --bpe both join pieces, so D- lines lose their spaces; leave --remove-bpe out"
+        )
+    if symbol == "@@ " and marks == "sentencepiece":
+        return (
+            "--remove-bpe without a value joins subwords that end in @@, but the dictionary has "
+            "sentencepiece pieces (\u2581); give --remove-bpe sentencepiece"
+        )
+    if symbol == "sentencepiece" and marks != symbol:
+        advice = "give --remove-bpe without a value" if marks else "leave it out"
+        return (
+            "--remove-bpe sentencepiece takes out every space, for the dictionary has no sentencepiece "
+            f"pieces (\u2581); {advice}"
+        )
+    return None
+
+
+def with_hint(set_up: Callable[..., Any], verb: str, argv: Sequence[str]) -> Callable[..., Any]:
+    """fairseq's ``setup_task``, which knows the dictionary, with the hint on stderr."""
+
+    def set_up_task(*args: Any, **kwargs: Any) -> Any:
+        task = set_up(*args, **kwargs)
+        if (line := hint(argv, task.target_dictionary)) is not None:
+            print(f"surface-fusion {verb}: warning: {line}", file=sys.stderr)
+        return task
+
+    return set_up_task

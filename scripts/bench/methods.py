@@ -10,7 +10,8 @@ both test sets are translated (beam 4) and scored as plain text. Then each metho
 Transformer: mean and deviation over seeds, and a paired bootstrap over the sentences of all seeds. What DIR
 holds already, by the same flags, is not done again, and its rows name the machine that did it. ``--speed``:
 after that, target tokens a second of training, each alone, fairseq's own Transformer with its own optimizer
-and loss too; steady state, the median over passes.
+and loss too; steady state, the median over passes. The plugin is loaded there, so it has what the plugin
+changes in fairseq's trainer (``surface_fusion/quick_trainer.py``), too; ``train.py`` measures it without.
 
 The recipe was chosen for the plain Transformer alone (``tune.py``); all methods share it. No method
 is left out.

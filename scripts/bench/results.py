@@ -95,6 +95,11 @@ def hardware(cpu: bool) -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
+def together(names: Iterable[str]) -> str:
+    """Different *names* as one cell, in the order in which they come."""
+    return " + ".join(dict.fromkeys(names))
+
+
 class Run:
     """One run of a script: gives its rows what they share, saves each at once, compares them at the end.
 

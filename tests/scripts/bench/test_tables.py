@@ -221,3 +221,20 @@ def test_what_cannot_be_measured_is_refused(
 def test_what_is_committed_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
     run("plot", "-o", tmp_path / "all.svg")
     assert (tmp_path / "all.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", ["timed_training", "timed_generation"])
+def test_inner_scripts_say_what_they_are(
+    run: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run(name, "--help")
+    assert f"python {name}.py" in capsys.readouterr().out
+
+
+def test_a_picture_names_all_hardware_that_is_drawn(tmp_path: Path) -> None:
+    results = script("results")
+    machines = (("r0", "old"), ("r1", "a, b"), ("r1", "c"), ("r1", "a, b"))
+    rows = [results.Row(**row(run=run, hardware=hardware)) for run, hardware in machines]
+    script("plot").draw(rows, tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert "<!-- train, a, b + c, torch 2.11 -->" in drawn

@@ -54,6 +54,17 @@ def test_a_child_gets_one_of_the_gpus_that_we_see(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
     assert environment()["CUDA_VISIBLE_DEVICES"] == "2,5"
+    with pytest.raises(SystemExit, match="CUDA_VISIBLE_DEVICES=2,5 has no GPU number 2, from 0; name more"):
+        environment(2)
+
+
+def test_a_row_names_the_gpu_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {None: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.get)
+    machine = script("results").machine
+    assert machine(False) == {"hardware": "first", "torch": torch.__version__}
+    assert machine(False, 1)["hardware"] == "second"
+    assert machine(True)["hardware"].endswith("cores")
 
 
 def test_each_batch_size_has_its_own_batches() -> None:

@@ -111,13 +111,21 @@ def child_environment(device: int | None = None, triton_cache: Path | None = Non
     Args:
         device: the only GPU that it sees, by its number among those that we see.
         triton_cache: where compiled kernels are kept; empty at first, so that a cold start is cold.
+
+    Raises:
+        SystemExit: we do not see that many.
     """
     package = str(Path(surface_fusion.__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}
     if device is not None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[device] if seen else str(device)
+        names = seen.split(",") if seen else [str(n) for n in range(device + 1)]
+        if device >= len(names):
+            raise SystemExit(
+                f"CUDA_VISIBLE_DEVICES={seen} has no GPU number {device}, from 0; name more there"
+            )
+        environment["CUDA_VISIBLE_DEVICES"] = names[device]
     if triton_cache is not None:
         environment["TRITON_CACHE_DIR"] = str(triton_cache)
     return environment

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -34,6 +34,15 @@ QUICK_FILES = {"train": "train", "valid": "valid", "test": "test", "test1": "tes
 
 SOURCE = "source.json"
 """In a data folder: what it was made of."""
+
+OUTCOME = "outcome.json"
+"""In a training's folder: what came of it."""
+
+UNKNOWN = {"hardware": "unknown", "torch": "unknown"}
+"""The machine of an outcome that does not say."""
+
+FLAGS = ("size", "norm", "dropout", "lr", "updates", "max_tokens", "dtype", "vocab")
+"""Of what a training was asked for, what has a flag of that name."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,20 @@ class Recipe:
 
 
 @contextmanager
-def work_folder(work: Path | None, languages: tuple[str, str]) -> Iterator[Path]:
+def work_folder(
+    work: Path | None, languages: tuple[str, str], held: Iterable[str] | None = None
+) -> Iterator[Path]:
     """The folder of a direction in *work*, or a temporary one, for this run alone.
 
+    Args:
+        held: trainings whose outcomes it must have already; then nothing is made, and others may use it.
+
     Raises:
-        SystemExit: it cannot be made, or another run works in it.
+        SystemExit: it cannot be made, another run works in it, or something that must be there is not.
     """
+    if work is not None and held is not None:
+        yield held_folder(work, languages, held)
+        return
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         folder = Path(work or temporary) / "-".join(languages)
         try:
@@ -94,6 +111,23 @@ def work_folder(work: Path | None, languages: tuple[str, str]) -> Iterator[Path]
                     f"another run works in {folder}; wait for it, or give another --work"
                 ) from None
             yield folder
+
+
+def held_folder(work: Path, languages: tuple[str, str], names: Iterable[str]) -> Path:
+    """The folder of a direction in *work*.
+
+    Raises:
+        SystemExit: there is none, or it lacks the outcome of one of the trainings *names*.
+    """
+    folder = work / "-".join(languages)
+    if not (folder / "data-bin" / SOURCE).is_file():
+        raise SystemExit(
+            f"--work {work}: {folder} holds no data-bin of these scripts; give a folder that trainings left"
+        )
+    missing = [name for name in names if not (folder / name / OUTCOME).is_file()]
+    if missing:
+        raise SystemExit(f"{folder} holds no {OUTCOME} of {', '.join(missing)}; leave out --score-only")
+    return folder
 
 
 def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, files: dict[str, str]) -> Path:
@@ -146,6 +180,36 @@ def source_of(data: Path) -> object:
     return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
 
 
+def kept_outcome(kept: Path) -> dict[str, Any]:
+    """What :func:`train_and_translate` left in the file *kept*; nothing if it is not there.
+
+    Raises:
+        SystemExit: it is damaged.
+    """
+    if not kept.exists():
+        return {}
+    try:
+        outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        found = outcome.setdefault("machine", UNKNOWN)
+    except (ValueError, AttributeError) as error:
+        raise SystemExit(f"{kept} is damaged ({error}); remove it, and the training is done again") from None
+    said = isinstance(found, dict) and found.keys() == UNKNOWN.keys()
+    if not (said and all(isinstance(name, str) for name in found.values())):
+        raise SystemExit(
+            f'{kept}: "machine" is {found!r}; give it "hardware" and "torch", or leave it out: unknown'
+        )
+    return outcome
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """In what two askings for a training differ: flags with both values."""
+    return ", ".join(
+        f"--{key.replace('_', '-')} {there.get(key)} (here {value})" if key in FLAGS else f"another {key}"
+        for key, value in here.items()
+        if there.get(key) != value
+    )
+
+
 def train_and_translate(
     model: Sequence[str],
     seed: int,
@@ -170,24 +234,28 @@ def train_and_translate(
     Raises:
         SystemExit: a process failed, with the end of its output; or something is left to do.
     """
-    kept, checkpoint = folder / "outcome.json", folder / "checkpoint_last.pt"
+    kept, checkpoint = folder / OUTCOME, folder / "checkpoint_last.pt"
     asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
-    try:
-        outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    except ValueError as error:
-        raise SystemExit(f"{kept} is damaged ({error}); remove it, and the training is done again") from None
+    outcome = kept_outcome(kept)
     environment = child_environment(device)
-    known = outcome["translations"].keys() if outcome.get("asked") == asked else None
-    if score_only and not (known or set()) >= set(texts):
-        raise SystemExit(f"{folder} does not hold it, by these flags; leave out --score-only")
-    if known is None or not (checkpoint.exists() or known >= set(texts)):
+    same = outcome.get("asked") == asked
+    lacking = [name for name in texts if name not in outcome.get("translations", ())]
+    if score_only and not same:
+        raise SystemExit(
+            f"{folder} does not hold it, by these flags; leave out --score-only, or give those of its "
+            f"training: {differences(asked, outcome.get('asked', {}))}"
+        )
+    if score_only and lacking:
+        raise SystemExit(f"{kept} lacks translations of {', '.join(lacking)}; leave out --score-only")
+    if not same or (lacking and not checkpoint.exists()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
         flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
         output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
         parameters = checkpoint_facts(str(checkpoint), trust=False)["parameters"]
-        outcome = {"asked": asked, "parameters": parameters, "machine": machine(cpu), "translations": {}}
+        outcome = {"asked": asked, "parameters": parameters, "translations": {}}
+        outcome["machine"] = machine(cpu, device)
         save_text(kept, json.dumps(outcome))
     for name in texts:
         if name in outcome["translations"]:
@@ -222,6 +290,8 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     add_common_flags(parser, name, contenders=(), dtypes="one")
     args = parser.parse_args()
     settle_common_flags(args, name, trains=not args.score_only)
+    if args.score_only and args.work is None:
+        parser.error("--score-only scores what --work DIR holds; give it")
     if args.quick != (args.text is None) or (args.text and args.work is None):
         parser.error("give TEXT and --work DIR, or --quick")
     updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)

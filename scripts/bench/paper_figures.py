@@ -1,15 +1,19 @@
 """Figures 1 and 2 of SurfaceFusion (Liu et al., 2021), from our own models, beside the paper's values.
 
     python scripts/bench/paper_figures.py DATA-BIN CHECKPOINT [CHECKPOINT ...] -o DIR
+    python scripts/bench/paper_figures.py --redraw -o DIR            from the CSVs in DIR
 
 Each CHECKPOINT is one seed of a training with ``--encoder-fusion fine-grained --encoder-fusion-embedding``.
 Figure 1 is the mean weight that each decoder layer gives to each encoder layer; figure 2 what BLEU loses when
 one encoder layer gets no weight at decode time. Written are ``figure1`` and ``figure2`` as CSV, PNG and SVG,
 means over the seeds; and said is whether the paper's claim holds, that the uppermost decoder layer leans on
-the embedding layer.
+the embedding layer more than lower ones do: it gives that layer the most weight, the lowest decoder layer
+does not, and gives it less.
 """
 
 import argparse
+import csv
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import torch
 from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
-from surface_fusion.analysis.ablation import ablate, subword_marks
+from surface_fusion.analysis.ablation import ablate, change, subword_marks
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
@@ -55,8 +59,12 @@ def load_fine_grained(path: str, args: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def figure_1(models: list[Loaded], out: Path) -> str:
-    """Write figure 1; whether the paper's claim holds, as a sentence."""
+def measure_1(models: list[Loaded], out: Path) -> None:
+    """Write ``figure1.csv``.
+
+    Raises:
+        SurfaceFusionError: the models have different layers.
+    """
     tables = [layer_weights(loaded)[0].values.detach().float().cpu() for loaded in models]
     if len({table.shape for table in tables}) > 1:
         raise SurfaceFusionError(
@@ -69,61 +77,113 @@ def figure_1(models: list[Loaded], out: Path) -> str:
         for i, layer in enumerate(_layers(len(mean)))
         for column in range(mean.shape[1])
     ]
-    columns = ("encoder_layer", "decoder_layer", "mean", "deviation", "paper")
-    save_table(out / "figure1.csv", columns, rows)
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    columns = ("encoder_layer", "decoder_layer", "mean", "deviation", "paper", "seeds")
+    save_table(out / "figure1.csv", columns, [(*row, len(models)) for row in rows])
+
+
+def draw_1(out: Path) -> str:
+    """Draw ``figure1.csv``; whether the paper's claim holds, as a sentence."""
+    rows = _rows(out / "figure1.csv")
+    mean = _by_layer(rows, "mean")
+    figure, axes = pyplot().subplots(1, 2, figsize=(8.6, 3.4), layout="constrained")
     for ax, title, values in (
-        (axes[0], f"ours, {len(models)} seed(s)", mean.tolist()),
+        (axes[0], f"ours, {rows[0]['seeds']} seed(s)", mean),
         (axes[1], "paper (Ro-En)", FIGURE_1),
     ):
-        _weights(ax, title, values)
+        image = _weights(ax, title, values)
+    figure.colorbar(image, ax=axes, label="weight")
     save_figure(figure, out / "figure1")
-    top, bottom = found[:, 0, -1].tolist(), found[:, 0, 0].tolist()
-    largest = int(mean[:, -1].argmax())
-    holds = largest == 0 and statistics.mean(top) > statistics.mean(bottom)
+    return claim(mean, _by_layer(rows, "deviation"))
+
+
+def claim(mean: list[list[float]], deviation: list[list[float]]) -> str:
+    """Whether the uppermost decoder layer leans on the embedding layer more than lower ones do.
+
+    Args:
+        mean: weights; rows: encoder layers from the embedding layer up, columns: decoder layers.
+        deviation: of them, over the seeds.
+
+    Returns:
+        A sentence with what is seen.
+    """
+    names = _layers(len(mean))
+    largest = [names[max(range(len(names)), key=lambda i: column[i])] for column in zip(*mean, strict=True)]
+    ends = [
+        f"{where} decoder layer gives the embedding layer {mean[0][i]:.3f} ± {deviation[0][i]:.3f} of its "
+        f"weight (paper: {FIGURE_1[0][i]:.2f}) and most to layer {largest[i]} (paper: {most})"
+        for where, i, most in (("the lowest", 0, "5"), ("the uppermost", -1, "Emb"))
+    ]
+    lean = [str(i) for i, name in enumerate(largest, 1) if name == "Emb"]
+    holds = largest[-1] == "Emb" != largest[0] and mean[0][-1] > mean[0][0]
     return (
-        f"the uppermost decoder layer gives the embedding layer {_spread(top)} of its weight, the lowest "
-        f"{_spread(bottom)} (paper: 0.19, 0.13), and most to layer {_layers(len(mean))[largest]}: the "
-        f"paper's claim {'holds' if holds else 'does not hold'} here"
+        f"{'; '.join(ends)}. It has the most in decoder layers {', '.join(lean) or 'none'} of {len(largest)} "
+        f"(paper: 5, 6 of 6): the paper's claim, that the uppermost leans on it more than lower ones do, "
+        f"{'holds' if holds else 'does not hold'} here"
     )
 
 
-def figure_2(models: list[Loaded], out: Path, beam: int) -> str:
-    """Write figure 2; the largest loss, as a sentence."""
+def measure_2(models: list[Loaded], out: Path, beam: int) -> None:
+    """Write ``figure2.csv``."""
     bleu: list[list[float]] = []
     length: list[list[float]] = []
     signature = ""
     for loaded in models:
         whole, *layers = ablate(loaded, beam, subword_marks(loaded.task.target_dictionary))
         signature = whole.bleu.signature
-        bleu.append([_change(layer.bleu.value, whole.bleu.value) for layer in layers])
-        length.append([_change(layer.tokens, whole.tokens) for layer in layers])
+        bleu.append([change(layer.bleu.value, whole.bleu.value) for layer in layers])
+        length.append([change(layer.tokens, whole.tokens) for layer in layers])
     layers = _layers(len(bleu[0]))
     losses, lengths = [*zip(*bleu, strict=True)], [*zip(*length, strict=True)]
     rows = [
         (
             *(layer, *(f"{x:.2f}" for x in _moments(losses[i])), *(f"{x:.2f}" for x in _moments(lengths[i]))),
-            *((FIGURE_2[i] if len(layers) == len(LAYERS) else ""), signature),
+            *((FIGURE_2[i] if len(layers) == len(LAYERS) else ""), signature, len(models)),
         )
         for i, layer in enumerate(layers)
     ]
     columns = ("silenced", "bleu_change", "bleu_deviation", "length_change", "length_deviation")
-    save_table(out / "figure2.csv", (*columns, "paper_bleu_change", "signature"), rows)
+    save_table(out / "figure2.csv", (*columns, "paper_bleu_change", "signature", "seeds"), rows)
+
+
+def draw_2(out: Path) -> str:
+    """Draw ``figure2.csv``; the largest loss, as a sentence."""
+    rows = _rows(out / "figure2.csv")
+    layers = [row["silenced"] for row in rows]
+    means, deviations = ([float(row[f"bleu_{name}"]) for row in rows] for name in ("change", "deviation"))
     figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
-    places = torch.arange(len(layers))
-    means, deviations = zip(*map(_moments, losses), strict=True)
-    ax.bar((places - 0.2).tolist(), means, 0.4, yerr=deviations, label=f"ours, {len(models)} seed(s)")
-    if len(layers) == len(LAYERS):
-        ax.bar((places + 0.2).tolist(), FIGURE_2, 0.4, label="paper (Ro-En, read off)")
-    ax.set_xticks(places.tolist(), layers)
+    label = f"ours, {rows[0]['seeds']} seed(s)"
+    ax.bar([i - 0.2 for i in range(len(rows))], means, 0.4, yerr=deviations, label=label)
+    if all(row["paper_bleu_change"] for row in rows):
+        paper = [float(row["paper_bleu_change"]) for row in rows]
+        label = "paper (Ro-En, read off its figure)"
+        ax.bar([i + 0.2 for i in range(len(rows))], paper, 0.4, label=label)
+    ax.set_xticks(range(len(layers)), layers)
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set_xlabel("encoder layer without weight")
     ax.set_ylabel("BLEU, % change")
     ax.legend()
     save_figure(figure, out / "figure2")
     worst = min(range(len(layers)), key=lambda i: means[i])
-    return f"BLEU loses most without layer {layers[worst]}: {_spread(losses[worst])} % (paper: Emb, -3.4 %)"
+    return (
+        f"BLEU loses most without layer {layers[worst]}: {means[worst]:.2f} ± {deviations[worst]:.2f} % "
+        "(paper: Emb, -3.4 %)"
+    )
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [*csv.DictReader(file)]
+    except FileNotFoundError:
+        raise SurfaceFusionError(f"{path} does not exist; leave out --redraw to make it") from None
+    if not rows or "seeds" not in rows[0]:
+        raise SurfaceFusionError(f"{path} has no column seeds; leave out --redraw to make it again")
+    return rows
+
+
+def _by_layer(rows: list[dict[str, str]], column: str) -> list[list[float]]:
+    names = dict.fromkeys(row["encoder_layer"] for row in rows)
+    return [[float(row[column]) for row in rows if row["encoder_layer"] == name] for name in names]
 
 
 def _layers(count: int) -> tuple[str, ...]:
@@ -135,8 +195,8 @@ def _paper(row: int, column: int) -> tuple[object]:
     return (FIGURE_1[row][column] if inside else "",)
 
 
-def _weights(ax: Any, title: str, values: Any) -> None:
-    ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0.08, vmax=0.22)
+def _weights(ax: Any, title: str, values: Any) -> Any:
+    image = ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0.08, vmax=0.22)
     ax.set_xticks(range(len(values[0])), [str(i + 1) for i in range(len(values[0]))])
     ax.set_yticks(range(len(values)), _layers(len(values)))
     ax.set_xlabel("decoder layer")
@@ -146,18 +206,13 @@ def _weights(ax: Any, title: str, values: Any) -> None:
         for j, value in enumerate(row):
             colour = "white" if value > 0.15 else "black"
             ax.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
-
-
-def _change(value: float, base: float) -> float:
-    return 100 * (value / base - 1) if base else 0.0
+    return image
 
 
 def _moments(values: Any) -> tuple[float, float]:
+    if not all(map(math.isfinite, values)):  # of a BLEU of 0; stdev would not take it
+        return math.nan, math.nan
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _spread(values: Any) -> str:
-    return "{:.3f} ± {:.3f}".format(*_moments(values))
 
 
 def main() -> None:
@@ -165,18 +220,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", metavar="DATA-BIN")
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
+    parser.add_argument("data", nargs="?", metavar="DATA-BIN")
+    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--split", default="test", help="that figure 2 translates; default: test")
     parser.add_argument("--beam", type=positive, default=4, metavar="N")
     parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
+    parser.add_argument("--redraw", action="store_true", help="from DIR's CSVs, without a model")
     args = parser.parse_args()
+    if {bool(args.data), bool(args.checkpoints)} != {not args.redraw}:
+        parser.error("give DATA-BIN and CHECKPOINTs, or --redraw alone")
     try:
         models = [load_fine_grained(path, args) for path in args.checkpoints]
         with torch.no_grad():
-            print(figure_1(models, args.out))
-            print(figure_2(models, args.out, args.beam))
+            if models:
+                measure_1(models, args.out)
+            print(draw_1(args.out))
+            if models:
+                measure_2(models, args.out, args.beam)
+            print(draw_2(args.out))
     except (SurfaceFusionError, OSError) as error:
         raise SystemExit(str(error)) from None
 

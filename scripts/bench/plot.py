@@ -2,7 +2,8 @@
 
     python scripts/bench/plot.py [CSV ...] -o bench.png         by default all CSVs of results/
 
-Of each table its last run counts, so that what stands side by side was measured together.
+Of each table only the last run in its CSV is drawn, so that what stands side by side was measured together;
+the title names the hardware of all that is drawn.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from results import CONTENDERS, RESULTS, Row, read_rows
+from results import CONTENDERS, RESULTS, Row, read_rows, together
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -98,7 +99,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     figure = plt.figure(figsize=(13, 3.2 * len(tables)), layout="constrained")
     grid = figure.add_gridspec(len(tables), columns)
     for i, ((table, unit), found) in enumerate(sorted(tables.items())):
-        title = f"{table}, {found[0].hardware}, torch {found[0].torch}"
+        title = f"{table}, {together(r.hardware for r in found)}, torch {together(r.torch for r in found)}"
         if table == "scaling":
             panels = [figure.add_subplot(grid[i, j]) for j in range(columns)]
             draw_scaling(panels, found)

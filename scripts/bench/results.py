@@ -76,23 +76,22 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     os.replace(beside, path)
 
 
-def machine(cpu: bool) -> dict[str, str]:
-    """What a row says of where it was measured."""
-    return {"hardware": hardware(cpu), "torch": torch.__version__}
+def machine(cpu: bool, device: int | None = None) -> dict[str, str]:
+    """What a row says of where it was measured: GPU number *device* (None: the first), or the CPU's cores."""
+    if cpu:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else platform.processor() or platform.machine()
+        hardware = f"{name}, {len(os.sched_getaffinity(0))} cores"
+    else:
+        hardware = torch.cuda.get_device_name(device)
+    return {"hardware": hardware, "torch": torch.__version__}
 
 
-def hardware(cpu: bool) -> str:
-    """Name of the GPU, or of the CPU with the number of cores we may use."""
-    if not cpu:
-        return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+def together(names: Iterable[str]) -> str:
+    """Different *names* as one cell, in the order in which they come."""
+    return " + ".join(dict.fromkeys(names))
 
 
 class Run:

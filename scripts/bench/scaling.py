@@ -7,6 +7,9 @@ One of the three is varied, the others stay at 16,384 tokens, 32,000 entries and
 text is random: lengths are log-normal with a mean of 24, as in short news. fairseq's trainer takes the same
 few batches over and over, so this is the steady state; ``tok/s`` is the median over passes, ``GiB`` is what
 was taken from the driver. A point that does not fit into the memory has no row.
+
+fairseq's Transformer is measured in this process, in which the plugin is loaded: it has what the plugin
+changes in fairseq's trainer (``surface_fusion/quick_trainer.py``), too. ``train.py`` measures it without.
 """
 
 import argparse

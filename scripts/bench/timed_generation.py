@@ -143,6 +143,9 @@ def now(cpu: bool) -> float:
 
 def main() -> None:
     """Entry point."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     specs, out = map(Path, sys.argv[1:])
     surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
     results = [decode(Spec(**fields)) for fields in json.loads(specs.read_text(encoding="utf-8"))]

@@ -83,6 +83,9 @@ class Clock:
 
 def main() -> None:
     """Entry point."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     out, cold, steady, most, *flags = sys.argv[1:]
     clock = Clock(int(cold), int(steady), int(most))
     build, begin_epoch, train_step = Trainer.__init__, Trainer.begin_epoch, Trainer.train_step

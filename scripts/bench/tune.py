@@ -34,18 +34,20 @@ def main() -> None:
     recipes = [Recipe("en", "ro", size, norm, dropout, lr, *rest) for size, norm, dropout, lr in grid]
 
     run = Run("tune", args.out, args.cpu)
-    with work_folder(args.work, ("en", "ro")) as folder:
+    places = {recipe: f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}" for recipe in recipes}
+    held = places.values() if args.score_only else None
+    with work_folder(args.work, ("en", "ro"), held) as folder:
         data = prepare(args.text, folder, ("en", "ro"), args.vocab, args.files)
         references = references_of("valid", "ro", args)
 
         def measure(recipe: Recipe, device: int | None) -> Score:
-            name = f"tune-{recipe.size}-{recipe.norm}-{recipe.dropout}-{recipe.lr}"
+            place = folder / places[recipe]
             outcome = train_and_translate(
-                *(FAST, args.seed, recipe, ["valid"], data, folder / name), **args.place, device=device
+                *(FAST, args.seed, recipe, ["valid"], data, place), **args.place, device=device
             )
             score = score_text(outcome["translations"]["valid"], references)[0]
             row = {**recipe.setting(), "test": "valid", "seed": args.seed}
-            run.add("tune", "vanilla", row, score.value, "BLEU", machine=outcome.get("machine"))
+            run.add("tune", "vanilla", row, score.value, "BLEU", machine=outcome["machine"])
             return score
 
         scores = list(on_gpus(measure, recipes, at_once=args.jobs))

@@ -108,15 +108,16 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
     return found
 
 
+def change(value: float, base: float) -> float:
+    """How far *value* is from *base*, in percent of it."""
+    return 100 * (value / base - 1) if base else float("nan")
+
+
 def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list[Path]:
     """Write ``ablation.csv``, ``.png`` and ``.svg`` to the folder *out*."""
     if post_process is None:
         post_process = subword_marks(loaded.task.target_dictionary)
     whole, *layers = ablate(loaded, beam, post_process)
-
-    def change(value: float, base: float) -> float:
-        return 100 * (value / base - 1) if base else float("nan")
-
     columns = ("silenced", "bleu", "bleu_change_percent", "tokens", "length_change_percent", "signature")
     rows = [
         (

@@ -55,6 +55,10 @@ def _known_line(exception: BaseException) -> str | None:
         return str(child[-1])
     if isinstance(exception, FileExistsError):
         return f"{exception.filename or text} exists already; remove it, or write elsewhere"
+    if isinstance(exception, FloatingPointError):  # fairseq looks for the NaN, and may fail in that
+        if text == "gradients are Nan/Inf":
+            return f"the training diverged, {text}; lower --lr or warm up longer"
+        return text
     if isinstance(exception, OSError) and exception.filename is not None:
         return f"{exception.filename}: {exception.strerror}"
     if isinstance(exception, FileNotFoundError):

@@ -86,6 +86,13 @@ def test_flags_of_train(train, flags, line, monkeypatch):
     assert len(said) < 400
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "flat_adam"])
+def test_a_training_that_diverges(data, tmp_path, refused, optimizer):
+    flags = (*TRAIN, "--optimizer", optimizer, "--lr", 1e4, "--max-update", 50, "--warmup-updates", 1)
+    said = refused("train", data, *flags, "--save-dir", tmp_path)
+    assert said == "the training diverged, gradients are Nan/Inf; lower --lr or warm up longer"
+
+
 def test_batch_size_must_be_given(refused, data):
     said = refused("train", data, "--cpu")
     assert said == "Must specify batch size either with --max-tokens or --batch-size"

@@ -54,6 +54,17 @@ def test_a_child_gets_one_of_the_gpus_that_we_see(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
     assert environment()["CUDA_VISIBLE_DEVICES"] == "2,5"
+    with pytest.raises(SystemExit, match="CUDA_VISIBLE_DEVICES=2,5 has no GPU number 2, from 0; name more"):
+        environment(2)
+
+
+def test_a_row_names_the_gpu_of_its_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {None: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.get)
+    machine = script("results").machine
+    assert machine(False) == {"hardware": "first", "torch": torch.__version__}
+    assert machine(False, 1)["hardware"] == "second"
+    assert machine(True)["hardware"].endswith("cores")
 
 
 def test_each_batch_size_has_its_own_batches() -> None:
@@ -221,3 +232,20 @@ def test_what_cannot_be_measured_is_refused(
 def test_what_is_committed_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
     run("plot", "-o", tmp_path / "all.svg")
     assert (tmp_path / "all.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", ["timed_training", "timed_generation"])
+def test_inner_scripts_say_what_they_are(
+    run: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run(name, "--help")
+    assert f"python {name}.py" in capsys.readouterr().out
+
+
+def test_a_picture_names_all_hardware_that_is_drawn(tmp_path: Path) -> None:
+    results = script("results")
+    machines = (("r0", "old"), ("r1", "a, b"), ("r1", "c"), ("r1", "a, b"))
+    rows = [results.Row(**row(run=run, hardware=hardware)) for run, hardware in machines]
+    script("plot").draw(rows, tmp_path / "all.svg")
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert "<!-- train, a, b + c, torch 2.11 -->" in drawn

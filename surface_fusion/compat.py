@@ -291,6 +291,7 @@ def apply() -> None:
     _wrap(Trainer, "get_train_iterator", remember_batches)
     _wrap(Trainer, "begin_epoch", try_longest_batch)
     _wrap(Trainer, "__init__", quick_trainer.build_quickly)
+    _wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
     _wrap(data_utils, "collate_tokens", collate_tokens)
     _wrap(SequenceGenerator, "finalize_hypos", finalize_on_host)
     _wrap(Trainer, "_set_seed", quick_trainer.set_seed)

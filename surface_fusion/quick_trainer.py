@@ -57,8 +57,21 @@ def build_quickly(
     init(trainer, cfg, task, model, criterion, *args, **kwargs)
     given = [name for name in trainer.cfg if not OmegaConf.is_missing(trainer.cfg, name)]
     for section in (trainer.cfg, *(trainer.cfg[name] for name in given)):
-        if type(section) is DictConfig:
-            object.__setattr__(section, "__class__", ReadOnceConfig)
+        _read_once(section)
+
+
+def build_quick_schedule(build_optimizer: Callable[[Any], None], trainer: Any) -> None:
+    """fairseq's ``Trainer._build_optimizer``; the learning-rate schedule, too, has its settings quickly.
+
+    It has a copy of them, and looks three up in each update.
+    """
+    build_optimizer(trainer)
+    _read_once(getattr(trainer._lr_scheduler, "cfg", None))
+
+
+def _read_once(section: Any) -> None:
+    if type(section) is DictConfig:
+        object.__setattr__(section, "__class__", ReadOnceConfig)
 
 
 def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:

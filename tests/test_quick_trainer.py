@@ -74,6 +74,24 @@ def test_a_setting_is_looked_up_once_and_again_after_it_was_set(
     assert trainer.cfg.common.seed == 8
 
 
+def test_the_schedule_of_the_learning_rate_looks_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = OmegaConf.create({"warmup_updates": 4})
+    trainer = Namespace()
+
+    def build(trainer: Any) -> None:
+        trainer._lr_scheduler = Namespace(cfg=cfg)
+
+    quick_trainer.build_quick_schedule(build, trainer)
+    looked_up: list[str] = []
+    original = DictConfig.__getattr__
+    monkeypatch.setattr(
+        DictConfig, "__getattr__", lambda self, key: looked_up.append(key) or original(self, key)
+    )
+    assert [trainer._lr_scheduler.cfg.warmup_updates for _ in range(3)] == [4, 4, 4]
+    assert looked_up == ["warmup_updates"]
+    quick_trainer.build_quick_schedule(lambda trainer: None, Namespace(_lr_scheduler=Namespace()))
+
+
 def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
     before = OmegaConf.to_container(cfg)
     trainer = built(cfg)

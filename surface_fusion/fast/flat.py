@@ -59,6 +59,7 @@ class FlatParameters:
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
         self._averaged = False
+        self._in_place = False
         self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and when it is there
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
@@ -132,11 +133,12 @@ class FlatParameters:
         first, (_, address) = next(iter(self._views.items()))
         if first.data_ptr() != address:
             self._attach()  # raises
-        for param, (grad, _) in self._views.items():
-            if param.grad is not grad:
-                param.grad = grad
+        if not self._in_place:
+            for param, (grad, _) in self._views.items():
+                if param.grad is not grad:
+                    param.grad = grad
         self.grad.zero_()
-        self.local_only = self._averaged = False
+        self.local_only = self._averaged = self._in_place = False
         self._norm = None
 
     def grad_norm(self) -> Tensor:
@@ -146,13 +148,17 @@ class FlatParameters:
         return torch.linalg.vector_norm(rows)
 
     def begin_norm(self) -> None:
-        """Have :meth:`grad_norm` computed and sent to the host; the gradient does not change any more."""
+        """Have :meth:`grad_norm` computed and sent to the host; the gradient does not change any more.
+
+        Where every ``.grad`` points is looked up here, as the host has time now: 0.3 ms for 260 parameters.
+        """
         if self.grad.is_cuda:
             norm = self.grad_norm()
             on_host = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
             self._norm = on_host, sent
+        self._in_place = all(param.grad is grad for param, (grad, _) in self._views.items())
 
     def norm_on_host(self) -> Tensor:
         """:meth:`grad_norm` on the CPU: what :meth:`begin_norm` has sent, if it has."""

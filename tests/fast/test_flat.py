@@ -203,6 +203,23 @@ def test_zero_grad(model: Attention) -> None:
         assert param.grad is not None and not param.grad.any()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_zero_grad_after_a_fast_step(model: Attention, replaced: bool) -> None:
+    """Whether all is in its place is known by then, or that it is not."""
+    flat = FlatParameters.of(model.parameters())
+    for _ in range(2):
+        flat.grad.fill_(3.0)
+        if replaced:
+            model.q.weight.grad = torch.full_like(model.q.weight, 5.0)
+        flat.begin_norm()
+        flat.zero_grad()
+        assert not any(param.grad.any() for param in model.parameters())
+        model.q.weight.grad = None  # behind the look-up: noticed at the latest an update later
+        flat.begin_norm()
+        flat.zero_grad()
+        assert model.q.weight.grad is not None
+
+
 def test_gradients_from_before_are_kept(model: Attention) -> None:
     backward(model)
     before = [param.grad.clone() for param in model.parameters()]

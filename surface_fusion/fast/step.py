@@ -7,6 +7,7 @@ A graph is a recording of all kernels of one shape, launched at once: fairseq's 
 the host however small the batch. Batches go into the smallest recorded :class:`Capacity` that wastes little.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -198,7 +199,10 @@ class Recording:
 
     def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         # torch.cuda.graph() would collect garbage and empty the cache each time: seconds over all graphs.
+        # None must be collected in between: to free another model's graphs ends a recording with an error.
         graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -206,6 +210,8 @@ class Recording:
                 result = work()
             finally:
                 graph.capture_end()
+                if collecting:
+                    gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         return graph, result
 

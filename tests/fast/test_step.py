@@ -1,5 +1,6 @@
 """A training step on packed rows: gradients in the flat buffer, and graphs that fit their batches."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,3 +262,31 @@ def test_graphs_drop_anew_each_step_and_alike_under_one_seed() -> None:
     first = losses(1)
     assert first[0] != first[1]
     assert first == losses(1) != losses(2)
+
+
+@needs_gpu
+def test_garbage_is_not_collected_while_a_recording_is_made() -> None:
+    """Another model's graphs, freed in between, would end it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1_000_000)
+    try:
+        old = step_of(shaken(*HARD).cuda().train())
+        old.train(moved(SAMPLES[0], "cuda")).loss.backward()
+        garbage: list[Any] = [old._graphs]
+        garbage.append(garbage)
+        del old, garbage
+        step = step_of(shaken(*HARD).cuda().train())
+        losses = step.losses
+
+        def with_garbage(packed: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                gc.set_threshold(1, 1, 1)
+                _ = [[i] for i in range(1000)]
+                gc.set_threshold(1_000_000)
+            return losses(packed)
+
+        step.losses = with_garbage  # type: ignore[method-assign]
+        step.train(moved(SAMPLES[0], "cuda")).loss.backward()
+        assert step.packed.flat.grad.any() and gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)

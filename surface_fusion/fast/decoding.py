@@ -20,6 +20,7 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.capture import capture
 from surface_fusion.fast.decode_step import DecodeCache, FusedWeights, StepOut, position_table
 from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
@@ -260,17 +261,7 @@ class FastDecoding:
         device = lease.cache.tokens.device
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         lease.pool = lease.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=lease.pool, capture_error_mode="thread_local")
-            try:
-                out = lease.cache.step(decoder, weights, *key)
-            finally:
-                graph.capture_end()
-        current.wait_stream(stream)
+        graph, out = capture(lambda: lease.cache.step(decoder, weights, *key), stream, lease.pool)
         positions = None if decoder.embed_positions is None else position_table(decoder)
         return Recorded(graph, out, positions)
 

@@ -7,7 +7,6 @@ A graph is a recording of all kernels of one shape, launched at once: fairseq's 
 the host however small the batch. Batches go into the smallest recorded :class:`Capacity` that wastes little.
 """
 
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from fairseq.distributed.utils import get_data_parallel_group
 from torch import Tensor
 
+from surface_fusion.fast.capture import capture
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -187,8 +187,9 @@ class Recording:
 
     def record(self) -> None:
         """Make the graphs."""
-        self._forward_graph, (self._losses, backward) = self._capture(self._forward)
-        self._backward_graph, _ = self._capture(lambda: backward(self.scale))
+        where = self._stream, self._pool
+        self._forward_graph, (self._losses, backward) = capture(self._forward, *where)
+        self._backward_graph, _ = capture(lambda: backward(self.scale), *where)
 
     def _forward(self) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
         src_tokens, prev_output_tokens, target = self.tokens
@@ -196,24 +197,6 @@ class Recording:
             src_tokens, prev_output_tokens, target, self.shape, self.capacity, self.padding_idx
         )
         return self._step.forward(batch)
-
-    def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        # torch.cuda.graph() would collect garbage and empty the cache each time: seconds over all graphs.
-        # None must be collected in between: to free another model's graphs ends a recording with an error.
-        graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
-        gc.disable()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-                if collecting:
-                    gc.enable()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph, result
 
     def run(self, sample: dict[str, Any]) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
         """As :meth:`PackedStep.forward`."""

@@ -11,8 +11,9 @@ loop, the search included.
 * ``batch=1``: the first 30 sentences; ``batch=128``: all of them, sorted by length as fairseq does;
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
 
-Models differ in the length of their translations: look at ``tok/s`` (of the best hypotheses) to compare with
-fairseq, at either for plain and fast. In fp32 the script ends with status 1 if these two differ in one token.
+Models differ in the length of their translations: with ``tok/s`` (of the best hypotheses) the longer ones
+look quicker, with ``sent/s`` the shorter ones. ``--length`` gives all the same length, and the two are one. In
+fp32 the script ends with status 1 if plain and fast differ in one token; it says how far apart the scores are.
 """
 
 import argparse
@@ -85,9 +86,10 @@ def mode_of(checkpoint: str) -> str:
     return "renormalised" if getattr(model, "sf_renormalize", False) else "hard"
 
 
-def differing(one: list[list[int]], other: list[list[int]]) -> int:
-    """Sentences whose translations are not the same."""
-    return sum(a != b for a, b in zip(one, other, strict=True))
+def differing(one: Decoded, other: Decoded) -> list[float]:
+    """How far apart the scores are of each sentence whose translations are not the same."""
+    pairs = zip(one.best, other.best, one.scores, other.scores, strict=True)
+    return [abs(a - b) for mine, theirs, a, b in pairs if mine != theirs]
 
 
 def main() -> None:
@@ -102,6 +104,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, help="of the models trained; default: base, the README's")
     parser.add_argument("--batch", type=positive, nargs="+", metavar="N", help="sentences; default: 1 128")
     parser.add_argument("--first", type=positive, metavar="N", help="sentences decoded in batches of 1")
+    parser.add_argument(
+        "--length", type=positive, metavar="N", help="tokens of each translation; default: as the model likes"
+    )
     parser.add_argument(
         "--side-by-side", action="store_true", help="several processes at once, each on a GPU of its own"
     )
@@ -144,6 +149,7 @@ def main() -> None:
                 dtype=dtype,
                 batch_sizes=args.batch or [1, 128],
                 max_len=8 if args.quick else 10,
+                length=args.length,
                 first=args.first or (5 if args.quick else 30),
                 passes=1 + (args.repeat or (1 if args.quick else 3)),
                 cpu=args.cpu,
@@ -153,12 +159,13 @@ def main() -> None:
             for contender in args.contender
         }
         mode = mode_of(str(paths["fast"])) if "fast" in names else "none"
-        best: dict[tuple[str, int], dict[str, list[list[int]]]] = {}
+        best: dict[tuple[str, int], dict[str, Decoded]] = {}
 
         def keep(contender: str, dtype: str, several: list[Decoded]) -> None:
             for done in several:
-                best.setdefault((dtype, done.batch_size), {})[contender] = done.best
+                best.setdefault((dtype, done.batch_size), {})[contender] = done
                 setting = {"batch": done.batch_size, "beam": 4, "dtype": dtype, "mode": mode}
+                setting |= {"length": args.length} if args.length else {}
                 print(f"{contender}: {done.tokens / done.sentences:.1f} tokens a translation")
                 for phase, seconds in (("cold", done.seconds[:1]), ("steady", done.seconds[1:])):
                     median, n = statistics.median(seconds), len(seconds)
@@ -177,9 +184,11 @@ def main() -> None:
     failed = False
     for (dtype, batch_size), found in best.items():
         if "plain" in found and "fast" in found:
-            different = differing(found["plain"], found["fast"])
-            print(f"{dtype}, batch {batch_size}: {different} of {len(found['fast'])} translations differ")
-            failed = failed or (dtype == "fp32" and different > 0)
+            apart = differing(found["plain"], found["fast"])
+            said = f", their scores by up to {max(apart):.1e}" if apart else ""
+            different = f"{len(apart)} of {found['fast'].sentences} translations differ{said}"
+            print(f"{dtype}, batch {batch_size}: {different}")
+            failed = failed or (dtype == "fp32" and len(apart) > 0)
     if failed:
         raise SystemExit("plain and fast decoding must not differ in fp32")
 

@@ -36,6 +36,8 @@ class Spec:
     batch_sizes: list[int]
     max_len: int
     """As ``--max-len-b``, beside 1.2 times the source."""
+    length: int | None
+    """So many tokens each translation has, whatever the model thinks; None: as it likes."""
     first: int
     """Sentences of the test set that are decoded one by one, where the batch size is 1."""
     passes: int
@@ -56,13 +58,17 @@ class Decoded:
     """Of the best hypotheses with their ends, as fairseq counts them."""
     best: list[list[int]]
     """The best hypothesis of each sentence, in the order of the test set."""
+    scores: list[float]
+    """Of these."""
 
 
 def decode(spec: Spec) -> list[Decoded]:
     """Do it."""
     flags = [spec.data, "--path", spec.checkpoint, "--beam", "4", "--lenpen", "1.0", "--num-workers", "0"]
-    flags += ["--model-overrides", repr(spec.overrides), "--max-len-a", "1.2"]
-    flags += ["--max-len-b", str(spec.max_len)]
+    flags += ["--model-overrides", repr(spec.overrides)]
+    longest = ("0", spec.length - 1) if spec.length else ("1.2", spec.max_len)  # the end counts, too
+    flags += ["--max-len-a", longest[0], "--max-len-b", str(longest[1])]
+    flags += ["--min-len", str(longest[1])] if spec.length else []
     flags += ["--fp16"] if spec.dtype == "fp16" else []
     parser = options.get_generation_parser()
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, flags))
@@ -114,6 +120,7 @@ def timed(
     """
     seconds: list[float] = []
     kept: dict[int, list[int]] | None = None
+    scores: dict[int, float] = {}
     for _ in range(spec.passes):
         found = []
         start = now(spec.cpu)
@@ -121,17 +128,21 @@ def timed(
             sample = batch if spec.cpu else utils.move_to_cuda(batch)
             found.append((batch["id"], task.inference_step(generator, models, sample)))
         seconds.append(now(spec.cpu) - start)
-        best = {
-            int(i): hypotheses[0]["tokens"].tolist()
+        first = {
+            int(i): hypotheses[0]
             for ids, several in found
             for i, hypotheses in zip(ids, several, strict=True)
         }
+        best = {i: hypothesis["tokens"].tolist() for i, hypothesis in first.items()}
+        scores = {i: float(hypothesis["score"]) for i, hypothesis in first.items()}
         if kept is not None and kept != best and spec.dtype == "fp32":
             raise SystemExit(f"{spec.checkpoint}: two passes over the test set differ in fp32")
         kept = best
     assert kept is not None
     tokens = sum(map(len, kept.values()))
-    return Decoded(batch_size, seconds, len(kept), tokens, [kept[i] for i in sorted(kept)])
+    ordered = sorted(kept)
+    in_order = [kept[i] for i in ordered], [scores[i] for i in ordered]
+    return Decoded(batch_size, seconds, len(kept), tokens, *in_order)
 
 
 def now(cpu: bool) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,7 +143,9 @@ def test_one_thing_is_varied_at_a_time() -> None:
 
 
 def test_translations_that_differ_are_counted() -> None:
-    assert script("decode").differing([[1, 2], [3]], [[1, 2], [4]]) == 1
+    one = SimpleNamespace(best=[[1, 2], [3]], scores=[-1.0, -2.0])
+    other = SimpleNamespace(best=[[1, 2], [4]], scores=[-1.5, -2.25])
+    assert script("decode").differing(one, other) == [0.25]
 
 
 @pytest.mark.parametrize("contender", ["fairseq", "plain", "fast"])
@@ -205,7 +208,9 @@ def test_all_tables_and_their_picture(
     run("scaling", "--quick", "--cpu", "--vocab", "--layers", "-o", out)
     run("memory", "--quick", "--cpu", "--contender", "fairseq", "-o", out)
     run("decode", "--quick", "--cpu", "-o", out)
-    assert "fp32, batch 128: 0 of 40 translations differ" in capsys.readouterr().out
+    assert "fp32, batch 128: 0 of 40 translations differ\n" in capsys.readouterr().out
+    run("decode", "--quick", "--cpu", "--length", 5, "--contender", "fairseq", "-o", out)
+    assert "fairseq: 5.0 tokens a translation" in capsys.readouterr().out
     rows = script("results").read_rows(out)
     assert {(r.table, r.contender) for r in rows} == {
         *(("loss", contender) for contender in ("fairseq", "plain", "fast", "floor")),

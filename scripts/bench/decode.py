@@ -12,8 +12,8 @@ loop, the search included.
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
 
 Models differ in the length of their translations: with ``tok/s`` (of the best hypotheses) the longer ones
-look quicker, with ``sent/s`` the shorter ones. ``--length`` gives all the same length, and the two are one. In
-fp32 the script ends with status 1 if plain and fast differ in one token; it says how far apart the scores are.
+look quicker, with ``sent/s`` the shorter ones. ``--length`` gives all one length, and the two are the same. In
+fp32 the script ends with status 1 if plain and fast differ in a token; it says how far apart the scores are.
 """
 
 import argparse

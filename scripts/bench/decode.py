@@ -12,7 +12,7 @@ loop, the search included.
 * ``phase=cold``: the first pass, ``phase=steady``: median of 3 further ones.
 
 Models differ in the length of their translations: with ``tok/s`` (of the best hypotheses) the longer ones
-look quicker, with ``sent/s`` the shorter ones. ``--length`` gives all one length, and the two are the same. In
+look quicker, with ``sent/s`` the shorter ones; with ``--length`` all have one length. In
 fp32 the script ends with status 1 if plain and fast differ in a token; it says how far apart the scores are.
 """
 

@@ -46,6 +46,9 @@ class _Ahead:
         self._loader: Optional[Iterator[tuple[Tensor, list[int]]]] = None
         self._unused: Any = None
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the task has none
+
     def is_for(self, epoch: int, dataset: Any, wanted: dict[str, Any]) -> bool:
         """Whether this epoch was expected."""
         return epoch == self._next and dataset is self._dataset and wanted == self._wanted

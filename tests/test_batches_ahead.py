@@ -1,5 +1,6 @@
 """Batches made an epoch ahead are those that fairseq would have made."""
 
+import copy
 import os
 from argparse import Namespace
 from typing import Any
@@ -139,6 +140,16 @@ def test_what_was_not_expected_is_made_anew() -> None:
         data, epoch, how = asked
         got = batches(task.iterator(data, epoch, **how))
         assert got == batches(Task(theirs).iterator(data, epoch, **how))
+
+
+def test_a_task_can_be_copied_meanwhile() -> None:
+    task, dataset = Task(make_batches_ahead), Sentences()
+    for epoch in (1, 2, 3):
+        task.iterator(dataset, epoch)
+    copied = copy.deepcopy(task)
+    expected = [batches(Task(theirs).iterator(dataset, epoch)) for epoch in (4, 5)]
+    assert [batches(one.iterator(dataset, epoch)) for one, epoch in ((copied, 4), (copied, 5))] == expected
+    assert batches(task.iterator(dataset, 4)) == expected[0]
 
 
 def test_an_error_is_the_one_that_it_was() -> None:

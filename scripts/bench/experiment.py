@@ -191,6 +191,9 @@ def kept_outcome(kept: Path) -> dict[str, Any]:
     try:
         outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
         found = outcome.setdefault("machine", UNKNOWN)
+        for name in ("asked", "translations"):
+            if not isinstance(outcome.setdefault(name, {}), dict):
+                raise ValueError(f"its {name!r} is {outcome[name]!r}")
     except (ValueError, AttributeError) as error:
         raise SystemExit(f"{kept} is damaged ({error}); remove it, and the training is done again") from None
     said = isinstance(found, dict) and found.keys() == UNKNOWN.keys()

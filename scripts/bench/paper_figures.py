@@ -241,6 +241,10 @@ def main() -> None:
             print(draw_2(args.out))
     except (SurfaceFusionError, OSError) as error:
         raise SystemExit(str(error)) from None
+    except (ValueError, KeyError) as error:
+        if not args.redraw:
+            raise
+        raise SystemExit(f"a CSV in {args.out} is damaged ({error}); leave out --redraw") from None
 
 
 if __name__ == "__main__":

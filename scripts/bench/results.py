@@ -51,8 +51,10 @@ def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV of this kind.
 
     Raises:
-        SystemExit: *path* has other columns.
+        SystemExit: *path* is missing, or has other columns.
     """
+    if not path.is_file():
+        raise SystemExit(f"{path} is no file; give a CSV that one of these scripts wrote")
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:

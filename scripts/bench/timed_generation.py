@@ -83,6 +83,9 @@ def decode(spec: Spec) -> list[Decoded]:
         if not spec.cpu:
             model.cuda()
         model.prepare_for_inference_(cfg)
+    most = min(model.max_decoder_positions() for model in models) - 1
+    if spec.length and spec.length > most:
+        raise SystemExit(f"--length {spec.length}: the model translates at most {most} tokens")
     generator = task.build_generator(models, cfg.generation)
     if spec.stock:
         fairseqs: Any = SequenceGenerator.finalize_hypos

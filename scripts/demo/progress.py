@@ -8,6 +8,7 @@ Losses are in nats a token, as in the learning curve; fairseq logs bits. Warning
 import argparse
 import json
 import math
+import signal
 import sys
 from typing import Any
 
@@ -43,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--updates", type=int, required=True, metavar="N", help="of the whole training")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training, whose end is ours, answers Ctrl-C
     for line in sys.stdin:
         if (text := shown(line, args.updates)) is not None:
             print(text, flush=True)

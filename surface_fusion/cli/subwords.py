@@ -25,9 +25,11 @@ def hint(argv: Sequence[str], dictionary: Any) -> str | None:
             "--remove-bpe and --bpe both join pieces, so D- lines lose their spaces; leave --remove-bpe out"
         )
     if symbol == "@@ " and marks == "sentencepiece":
+        joined = given.bpe == "sentencepiece"
+        advice = "leave it out, as --bpe joins them" if joined else "give --remove-bpe sentencepiece"
         return (
             "--remove-bpe without a value joins subwords that end in @@, but the dictionary has "
-            "sentencepiece pieces (\u2581); give --remove-bpe sentencepiece"
+            f"sentencepiece pieces (\u2581); {advice}"
         )
     if symbol == "sentencepiece" and marks != symbol:
         advice = "give --remove-bpe without a value" if marks else "leave it out"

@@ -30,6 +30,7 @@ def dictionary(kind: str) -> Dictionary:
             (*BOTH, "--remove-bpe", "sentencepiece"),
             "lose their spaces; leave --remove-bpe out",
         ),
+        ("sentencepiece", (*BOTH, "--remove-bpe"), "(\u2581); leave it out, as --bpe joins them"),
         ("subword_nmt", ("--remove-bpe", "sentencepiece"), "every space"),
         ("subword_nmt", ("--remove-bpe", "sentencepiece"), "; give --remove-bpe without a value"),
         ("whole", ("--remove-bpe", "sentencepiece"), "; leave it out"),

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_progress_is_short_and_in_nats() -> None:
     fast, slow = line, line.replace('"2"', '"0.1"')
     assert shown(fast, 100).endswith(", 30 s left") and shown(slow, 100).endswith(", 10 min left")
     assert shown("12:00 | WARNING | x | look out\n", 100) == "12:00 | WARNING | x | look out"
+
+
+def test_progress_leaves_an_interruption_to_the_training() -> None:
+    """Which says so in a line, and whose last lines are still to be shown."""
+    command = [sys.executable, str(DEMO / "progress.py"), "--updates", "100"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("12:00 | WARNING | x | first\n")
+        process.stdin.flush()
+        assert process.stdout.readline().endswith("first\n")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate("12:00 | WARNING | x | last\n", timeout=30)
+    assert (process.returncode, out, err) == (0, "12:00 | WARNING | x | last\n", "")
 
 
 STAND_IN = """\

@@ -56,6 +56,11 @@ def test_what_cannot_be_drawn_is_one_line(run: Callable[..., None], tmp_path: Pa
     (tmp_path / "figure1.csv").write_text("encoder_layer,decoder_layer,mean,deviation,paper\nEmb,1,1,0,\n")
     with pytest.raises(SystemExit, match=r"figure1\.csv has no column seeds; leave out --redraw"):
         run("paper_figures", "--redraw", "-o", tmp_path)
+    whole = (FIGURES / "figure1.csv").read_text(encoding="utf-8")
+    for damaged in (whole.replace("0.1", "abc", 1), "".join(whole.splitlines(True)[:9])):
+        (tmp_path / "figure1.csv").write_text(damaged, encoding="utf-8")
+        with pytest.raises(SystemExit, match=r"a CSV in .* is damaged \(.*\); leave out --redraw"):
+            run("paper_figures", "--redraw", "-o", tmp_path)
 
 
 @pytest.mark.parametrize("flags", [(), ("data",), ("data", "one.pt", "--redraw"), ("data", "--redraw")])

@@ -145,3 +145,12 @@ def test_quick_is_one_seed(
     with pytest.raises(SystemExit):
         run("methods", "--help")
     assert "one seed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inside", ['{"asked": null}', '{"asked": {}, "translations": "text"}'])
+def test_an_outcome_that_holds_something_else_is_damaged(
+    run: Callable[..., None], tmp_path: Path, leave: Leave, inside: str
+) -> None:
+    leave("vanilla", 1, MACHINE).write_text(inside, encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"outcome.json is damaged \(its '(asked|translations)' is "):
+        run(*ARGV[:-1], "--seeds", 1, "--dtype", "fp16", "--work", tmp_path / "work")

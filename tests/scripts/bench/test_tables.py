@@ -211,6 +211,8 @@ def test_all_tables_and_their_picture(
     assert "fp32, batch 128: 0 of 40 translations differ\n" in capsys.readouterr().out
     run("decode", "--quick", "--cpu", "--length", 5, "--contender", "fairseq", "-o", out)
     assert "fairseq: 5.0 tokens a translation" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--length 5000: the model translates at most 1023 tokens"):
+        run("decode", "--quick", "--cpu", "--length", 5000, "--contender", "fairseq", "-o", out)
     rows = script("results").read_rows(out)
     assert {(r.table, r.contender) for r in rows} == {
         *(("loss", contender) for contender in ("fairseq", "plain", "fast", "floor")),
@@ -232,6 +234,11 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match=words):
         run("train", *flags, "-o", tmp_path / "train.csv")
+
+
+def test_a_table_that_is_missing_is_one_line(run: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"nothere\.csv is no file; give a CSV"):
+        run("plot", tmp_path / "nothere.csv", "-o", tmp_path / "x.png")
 
 
 def test_what_is_committed_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:

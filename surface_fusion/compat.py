@@ -102,6 +102,8 @@ def explain_bad_checkpoints() -> None:
             return original(path, arg_overrides, *args, **kwargs)
         except FileNotFoundError:
             raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
+        except IsADirectoryError:
+            raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
         except SurfaceFusionError:
             raise
         except Exception as error:  # what torch raises on a strange file is anybody's guess

@@ -124,6 +124,11 @@ def test_a_missing_checkpoint_is_named() -> None:
         checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt")
 
 
+def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(SurfaceFusionError, match=r"checkpoint .* is a folder; give a file in it"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path))
+
+
 def test_a_state_dict_alone_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     with pytest.raises(SurfaceFusionError, match="no fairseq checkpoint"):

@@ -5,7 +5,7 @@ the optimizer may begin: 0.4 ms of a GPU's time an update. But all of them are k
 fast step (``fast/step.py``) sends them then, and the trainer finds them there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -25,7 +25,7 @@ class EarlySums:
         self._extra: Optional[list[float]] = None
         self._group: Optional[dist.ProcessGroup] = None
         self._outputs: Outputs = []
-        self._sent: Optional[tuple[Outputs, Callable[[], Any], Tensor]] = None
+        self._sent: Optional[tuple[Outputs, list[str], Callable[[], Any], Tensor]] = None
         self._beside: Any = None
 
     def announce(self, extra: Sequence[float], group: Optional[dist.ProcessGroup] = None) -> None:
@@ -51,18 +51,14 @@ class EarlySums:
         """
         if self._extra is None:
             return
-        device = scale.device
         by_name = {name: [output[name] for output in self._outputs] for name in self._outputs[0]}
         totals = {name: sum(values[1:], values[0]) for name, values in by_name.items()}
-        on_host = [total for total in totals.values() if not _is_on_gpu(total)] + self._extra
-        numbers = torch.tensor(
-            [float(number) for number in on_host], dtype=torch.double, pin_memory=device.type == "cuda"
-        ).to(device, non_blocking=True)
-        on_gpu = [total.double().view(1) for total in totals.values() if _is_on_gpu(total)]
-        sums = torch.cat([*on_gpu, numbers])
-        sums[: len(totals)].masked_fill_(scale.eq(0), 0)
+        order, sums = as_vector({**dict(enumerate(self._extra)), **totals}, scale.device)
+        extra = len(self._extra)
+        sums[extra:].masked_fill_(scale.eq(0), 0)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
-        self._sent = [dict(output) for output in self._outputs], *self._to_host(sums, work)
+        outputs = [dict(output) for output in self._outputs]
+        self._sent = outputs, order[extra:], *self._to_host(sums, work)
         self._extra = None
 
     def _to_host(self, sums: Tensor, work: Any) -> tuple[Callable[[], Any], Tensor]:
@@ -84,12 +80,25 @@ class EarlySums:
         sent, self._sent = self._sent, None
         if sent is None or not _same(sent[0], outputs):
             return None
-        _, arrived, sums = sent
+        _, order, arrived, sums = sent
         arrived()
-        order = sorted(outputs[0], key=lambda name: not _is_on_gpu(outputs[0][name]))
         numbers = sums.tolist()
-        found = dict(zip(order, numbers, strict=False))
-        return {name: found[name] for name in outputs[0]}, numbers[len(order) :]
+        extra = len(numbers) - len(order)
+        found = dict(zip(order, numbers[extra:], strict=True))
+        return {name: found[name] for name in outputs[0]}, numbers[:extra]
+
+
+def as_vector(values: Mapping[Any, Any], device: torch.device) -> tuple[list[Any], Tensor]:
+    """Numbers and scalars in one tensor of doubles on *device*, without waiting for it.
+
+    Returns:
+        The names in the order of the tensor: those of values on the host first, each kind as it was given.
+    """
+    order = sorted(values, key=lambda name: _is_on_gpu(values[name]))
+    on_host = [float(values[name]) for name in order if not _is_on_gpu(values[name])]
+    numbers = torch.tensor(on_host, dtype=torch.double, pin_memory=device.type == "cuda")
+    on_gpu = [values[name].double().view(1) for name in order[len(on_host) :]]
+    return order, torch.cat([numbers.to(device, non_blocking=True), *on_gpu])
 
 
 def _is_on_gpu(value: Any) -> bool:

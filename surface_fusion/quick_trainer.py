@@ -92,11 +92,7 @@ def sum_over_processes(
     values = {name: torch.as_tensor(value) for name, value in data.items()}
     if device.type != "cuda" or not all(value.numel() == 1 for value in values.values()):
         return all_reduce_dict(data, device, group)
-    order = sorted(values, key=lambda name: values[name].is_cuda)
-    on_host = [float(value) for value in values.values() if not value.is_cuda]
-    parts = [torch.tensor(on_host, dtype=torch.double, pin_memory=True).to(device, non_blocking=True)]
-    parts += [value.double().view(1) for value in values.values() if value.is_cuda]
-    sums = torch.cat(parts)
+    order, sums = early_sums.as_vector(values, device)
     dist.all_reduce(sums, group=group)
     found = dict(zip(order, sums.cpu().unbind(), strict=True))
     return {name: found[name].view(values[name].shape) for name in data}

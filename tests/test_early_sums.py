@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surface_fusion.early_sums import EarlySums, of
+from surface_fusion.early_sums import EarlySums, as_vector, of
 
 
 def output(loss: float, ntokens: int) -> dict[str, Any]:
@@ -101,6 +101,14 @@ def test_on_a_gpu(tmp_path: Path) -> None:
             assert found is not None and list(found[0]) == list(logged)
     finally:
         dist.destroy_process_group()
+
+
+def test_values_of_the_host_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surface_fusion.early_sums._is_on_gpu", torch.is_tensor)
+    values = {"loss": torch.tensor(1.5), "n": 3, "nll": torch.tensor([2.5]), "m": 4.25}
+    order, vector = as_vector(values, torch.device("cpu"))
+    assert (order, vector.tolist()) == (["n", "m", "loss", "nll"], [3, 4.25, 1.5, 2.5])
+    assert vector.dtype == torch.double
 
 
 def test_other_criteria_have_none() -> None:

@@ -31,14 +31,13 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.fairseq_task import StatefulContainer
 from fairseq.trainer import Trainer
 
-from surface_fusion import quick_trainer, resume
+from surface_fusion import quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
-from surface_fusion.quick_search import finalize_on_host
 from surface_fusion.quiet import silence_harmless_warnings
 
 logger = logging.getLogger(__name__)
@@ -295,7 +294,8 @@ def apply() -> None:
     _wrap(Trainer, "__init__", quick_trainer.build_quickly)
     _wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
     _wrap(data_utils, "collate_tokens", collate_tokens)
-    _wrap(SequenceGenerator, "finalize_hypos", finalize_on_host)
+    _wrap(SequenceGenerator, "_generate", quick_search.generate)
+    _wrap(SequenceGenerator, "finalize_hypos", quick_search.finalize_on_host)
     _wrap(Trainer, "_set_seed", quick_trainer.set_seed)
     _wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
     _wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)

@@ -11,6 +11,7 @@ device: a step can be captured in a CUDA graph.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
-from surface_fusion.fast.encoder_out import ReorderedEncoderOut
+from surface_fusion.fast.attention import WIDEST_HEAD
 from surface_fusion.fast.groups import layers_of
+from surface_fusion.fast.triton_installed import use_kernels
 
 
 class StepOut(NamedTuple):
@@ -131,9 +133,8 @@ class DecodeCache:
         self.ancestry.fill_(-1)
         self.order.copy_(self.rows)
 
-    def read_source(self, decoder: Any, weights: FusedWeights, encoder_out: ReorderedEncoderOut) -> None:
-        """Project what the decoder reads of its S' <= S sentences, once for all steps."""
-        out = encoder_out.sentences
+    def read_source(self, decoder: Any, weights: FusedWeights, out: Mapping[str, list[Tensor]]) -> None:
+        """Project what the decoder reads of the encoder's *out* of S' <= S sentences, once for all steps."""
         memory, padding = out["encoder_out"][0], out["encoder_padding_mask"][0]
         length, count = memory.shape[:2]
         layer_wise = decoder.cfg.memory_per_layer
@@ -204,7 +205,7 @@ class DecodeCache:
             written = qkv[:, :, 1:].permute(2, 0, 3, 1, 4).unsqueeze(3)
             self.own[i].index_copy_(3, self.position, written)
             key, value = self.own[i, :, :, :, :length].flatten(3, 4).unbind()
-            read = _attend(qkv[:, :, 0].transpose(1, 2), key, value, own_bias)
+            read = _attend(qkv[:, :, 0].transpose(1, 2), key, value, own_bias, self.position)
             x = F.linear(read.view(rows, -1), own.out_proj.weight, own.out_proj.bias).add_(x)
             if not layer.normalize_before:
                 x = _norm(layer.self_attn_layer_norm, x)
@@ -288,8 +289,18 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """Heads side by side: S x B x (H d) of S x H x B x d queries and S x H x N x d keys."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, position: Tensor | None = None
+) -> Tensor:
+    """Heads side by side: S x B x (H d) of S x H x B x d queries and S x H x N x d keys.
+
+    Args:
+        position: where the last key is that has been written; None: all keys are read.
+    """
+    if use_kernels(query) and query.shape[-1] <= WIDEST_HEAD:
+        from surface_fusion.fast.beam_attention_kernel import read_keys
+
+        return read_keys(query, key, value, bias, position)
     if query.is_cuda or len(query) == 1:
         bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)

@@ -12,7 +12,7 @@ may reorder rows as it likes, and pays for it with copies.
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def round_up(n: int) -> int:
 class Recorded:
     """A step in a CUDA graph, its results, and what it reads that might otherwise be freed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, out: StepOut, positions: Tensor | None) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, out: StepOut | None, positions: Tensor | None) -> None:
         self.graph, self.out, self.positions = graph, out, positions
 
 
@@ -53,7 +53,9 @@ class Lease:
 
     def __init__(self, cache: DecodeCache, user: "DecodeState") -> None:
         self.cache = cache
-        self.steps: dict[tuple[int, int, bool], Recorded | None] = {}
+        self.beams: Any = None
+        """What ``beam_search.py`` keeps beside the cache."""
+        self.steps: dict[tuple[Any, ...], Recorded | None] = {}
         """None: that shape has run once."""
         self.pool: Any = None
         """Memory of the graphs. Theirs alone: torch refuses a pool whose graphs have all gone."""
@@ -123,15 +125,27 @@ class FastDecoding:
                 self._told.add(reason)
                 logger.info(f"decoding by fairseq's modules, not the fast path: {reason}")
             return None
-        beam = encoder_out.beam() if isinstance(encoder_out, ReorderedEncoderOut) else None
+        beam, sentences = None, encoder_out
+        if isinstance(encoder_out, ReorderedEncoderOut):
+            beam = encoder_out.beam()
+            sentences = dict(encoder_out) if beam is None else encoder_out.sentences
         rows = torch.arange(len(tokens), device=tokens.device)
-        if beam is None or not isinstance(encoder_out, ReorderedEncoderOut):
-            encoder_out = ReorderedEncoderOut(dict(encoder_out), rows)
-        source = encoder_out.sentences["encoder_out"][0].shape[0]
+        return self._begin(decoder, sentences, rows, beam)
+
+    def begin_search(self, decoder: Any, encoder_out: Mapping[str, list[Tensor]], beam: int) -> DecodeState:
+        """The state of *beam* hypotheses for each sentence of *encoder_out*."""
+        sentences = encoder_out["encoder_padding_mask"][0]
+        rows = torch.arange(len(sentences) * beam, device=sentences.device)
+        return self._begin(decoder, encoder_out, rows, beam)
+
+    def _begin(
+        self, decoder: Any, sentences: Mapping[str, list[Tensor]], rows: Tensor, beam: int | None
+    ) -> DecodeState:
+        source = sentences["encoder_out"][0].shape[0]
         state = DecodeState(rows, beam or 1, beam is not None, source)
         weights = self._current_weights(decoder)
         state.lease = self._lease(decoder, state, len(rows) // state.beam, 1)
-        state.lease.cache.read_source(decoder, weights, encoder_out)
+        state.lease.cache.read_source(decoder, weights, sentences)
         return state
 
     def step(self, decoder: Any, state: DecodeState, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -149,26 +163,48 @@ class FastDecoding:
                 f"incremental decoding got tokens of shape {tuple(tokens.shape)} where "
                 f"{(len(state.slots), state.decoded + 1)} was next; decode one token a call, or set sf_plain"
             )
-        cache, static = state.lease.cache, self._is_static(tokens)
-        shrunk = len(state.slots) <= (0.25 if static else 0.75) * len(cache.rows)
-        if state.decoded == cache.length or (shrunk and cache.sentences > 1):
-            self._move(decoder, state, state.sentences())
-            cache = state.lease.cache
+        if state.decoded == state.lease.cache.length or self.is_wasteful(
+            state, len(state.slots) // state.beam
+        ):
+            self.move(decoder, state, state.sentences())
+        cache = state.lease.cache
         cache.tokens.index_copy_(0, state.slots, tokens[:, -1])
-        state.decoded += 1
-        length, source = state.decoded, state.source
-        if static:
-            length, source = max(SMALLEST, round_up(length)), max(SMALLEST, round_up(source))
-        out = self._run(decoder, state.lease, length, source)
+        weights = self._weights
+        assert weights is not None
+        key = (*self._next_shape(state), bool(weights.layers[-1].need_attn))
+        out = self._run(decoder, state.lease, key, lambda: cache.step(decoder, weights, *key))
+        assert out is not None
         features = out.features.index_select(0, state.slots)
         if out.attention is None:
             return features, None
         return features, out.attention.index_select(0, state.slots)[..., : state.source]
 
+    def search_step(self, state: DecodeState, beams: Any, model: Any, rules: Any) -> None:
+        """:meth:`surface_fusion.fast.beam_search.Beams.step` on the state's cache."""
+        weights = self._weights
+        assert weights is not None
+        shape = self._next_shape(state)
+        key = (*shape, rules.eos, rules.temperature)  # the other rules are on the device
+        self._run(model.decoder, state.lease, key, lambda: beams.step(model, weights, rules, *shape))
+
+    def _next_shape(self, state: DecodeState) -> tuple[int, int]:
+        """The target and source positions that the next step looks at."""
+        state.decoded += 1
+        length, source = state.decoded, state.source
+        if self._is_static(state.slots):
+            length, source = max(SMALLEST, round_up(length)), max(SMALLEST, round_up(source))
+        return length, source
+
+    def is_wasteful(self, state: DecodeState, sentences: int | None) -> bool:
+        """Whether the cache is too large for so many (None: unknown) to go on with."""
+        largest = state.lease.cache.sentences
+        most = (0.25 if self._is_static(state.slots) else 0.75) * largest
+        return sentences is not None and largest > 1 and sentences <= most
+
     def reorder(self, decoder: Any, state: DecodeState, new_order: Tensor) -> None:
         """Row i becomes row ``new_order[i]``; sentences that are not in it have ended."""
         if not state.searched:
-            self._move(decoder, state, state.slots.index_select(0, new_order))
+            self.move(decoder, state, state.slots.index_select(0, new_order))
             return
         if len(new_order) > len(state.slots) or len(new_order) % state.beam:
             raise SurfaceFusionError(
@@ -223,7 +259,7 @@ class FastDecoding:
         lease.user = weakref.ref(state)
         return lease
 
-    def _move(self, decoder: Any, state: DecodeState, sentences: Tensor) -> None:
+    def move(self, decoder: Any, state: DecodeState, sentences: Tensor) -> None:
         """Go on with these sentences of the cache alone, in a cache that has room for the next token."""
         old = state.lease
         state.lease = self._lease(decoder, state, len(sentences), state.decoded + 1)
@@ -232,36 +268,31 @@ class FastDecoding:
         state.slots = cache.rows[: len(sentences) * state.beam]
         old.user = _nobody
 
-    def _run(self, decoder: Any, lease: Lease, length: int, source: int) -> StepOut:
-        """The step, by a graph if one has been recorded or can be."""
-        weights = self._weights
-        assert weights is not None
-        with_attention = bool(weights.layers[-1].need_attn)
-        cache, key = lease.cache, (length, source, with_attention)
-        if not (self.graphs and cache.tokens.is_cuda):
-            return cache.step(decoder, weights, *key)
+    def _run(
+        self, decoder: Any, lease: Lease, key: tuple[Any, ...], work: Callable[[], StepOut | None]
+    ) -> StepOut | None:
+        """*work*, by a graph if one of the same *key* has been recorded on the lease, or can be."""
+        if not (self.graphs and lease.cache.tokens.is_cuda):
+            return work()
         if key not in lease.steps:
             lease.steps[key] = None
-            return cache.step(decoder, weights, *key)
+            return work()
         recorded = lease.steps[key]
         if recorded is None:
             try:
-                recorded = lease.steps[key] = self._record(decoder, weights, lease, key)
+                recorded = lease.steps[key] = self._record(decoder, lease, work)
             except RuntimeError as error:
                 self.graphs = False
                 logger.warning(f"decoding without CUDA graphs, since recording one failed: {error}")
-                return cache.step(decoder, weights, *key)
+                return work()
         recorded.graph.replay()
         return recorded.out
 
-    def _record(
-        self, decoder: Any, weights: FusedWeights, lease: Lease, key: tuple[int, int, bool]
-    ) -> Recorded:
-        """The step as a graph; nothing is computed."""
-        device = lease.cache.tokens.device
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
+    def _record(self, decoder: Any, lease: Lease, work: Callable[[], StepOut | None]) -> Recorded:
+        """*work* as a graph; nothing is computed."""
+        stream = self._stream = self._stream or torch.cuda.Stream(lease.cache.tokens.device)
         lease.pool = lease.pool or torch.cuda.graph_pool_handle()
-        graph, out = capture(lambda: lease.cache.step(decoder, weights, *key), stream, lease.pool)
+        graph, out = capture(work, stream, lease.pool)
         positions = None if decoder.embed_positions is None else position_table(decoder)
         return Recorded(graph, out, positions)
 

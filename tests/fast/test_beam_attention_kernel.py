@@ -1,0 +1,48 @@
+"""Few hypotheses that read shared keys, as a kernel against torch's attention: on a GPU, or interpreted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
+
+from surface_fusion.fast.decode_step import _attend
+from surface_fusion.fast.triton_installed import INTERPRETED
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@starts_the_interpreter
+def test_in_the_interpreter() -> None:
+    assert_passes_in_the_interpreter(__file__)
+
+
+@runs_here
+@pytest.mark.parametrize("written", [None, 1, 6, 33])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("heads", "beam", "dim"), [(2, 4, 8), (3, 1, 20), (1, 5, 64), (1, 2, 512), (1, 17, 16)]
+)
+def test_what_is_read(heads: int, beam: int, dim: int, dtype: torch.dtype, written: int | None) -> None:
+    """Keys that nobody may see, a first block of them (sources are padded on the left), unwritten NaN."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies no bfloat16")
+    sentences, positions = 3, 33
+    keys = positions * beam
+    generator = torch.Generator().manual_seed(dim)
+    drawn = torch.randn(2, sentences, heads, keys, dim, generator=generator)
+    query = torch.randn(sentences, beam, heads, dim, generator=generator)
+    seen = torch.rand(sentences, 1, beam if written else 1, keys, generator=generator) > 0.4
+    if written is None:
+        seen[1, ..., : keys // 2] = False
+    seen[..., 0 if written else -1] = True
+    query, drawn = query.to(DEVICE, dtype).transpose(1, 2), drawn.to(DEVICE, dtype)
+    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf).to(DEVICE)
+    readable = keys if written is None else written * beam
+    pair = [x[..., :readable, :].float() for x in drawn]
+    mask = bias[..., :readable].float().expand(-1, heads, beam, -1)
+    expected = F.scaled_dot_product_attention(query.float(), *pair, attn_mask=mask).transpose(1, 2).flatten(2)
+    drawn[..., readable:, :] = torch.nan
+    position = None if written is None else torch.tensor([written - 1], device=DEVICE)
+    got = _attend(query, *drawn, bias, position)
+    assert got.dtype == dtype and got.shape == (sentences, beam, heads * dim)
+    torch.testing.assert_close(got.float(), expected, rtol=0, atol=TOLERANCE[dtype])

@@ -1,0 +1,225 @@
+"""A search that stays on the device finds what fairseq's loop finds."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fairseq.search import BeamSearch, DiverseBeamSearch
+from fairseq.sequence_generator import SequenceGenerator
+from tiny import EOS, SHARED, VOCAB, batch, build, shaken
+from torch import Tensor
+
+from surface_fusion import quick_search
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.beam_search import History, Waiting, hypotheses
+
+HARD = ("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
+MODELS = {
+    "hard": HARD,
+    "vanilla": (),
+    "soft": ("--surfacefusion", "att", "--sf-mode", "soft"),
+    "learned gate": ("--surfacefusion", "mean", "--sf-gate", "0"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "one hypothesis": {"beam_size": 1},
+    "length": {"len_penalty": 2.0, "min_len": 2, "max_len_a": 1.2, "max_len_b": 3},
+    "unnormalised": {"normalize_scores": False, "temperature": 0.7},
+    "words": {"unk_penalty": -2.0, "tokens_to_suppress": ("w5", "w9"), "beam_size": 5},
+    "nothing but the end": {"max_len_b": 0, "min_len": 0},
+    "long": {"max_len_b": 70, "beam_size": 2},
+}
+STATIC = pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
+Translations = list[list[dict[str, Tensor]]]
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Our search is used on a CPU, too; those that ran."""
+    made: list[Any] = []
+
+    class Counted(quick_search.Search):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(quick_search, "Search", Counted)
+    monkeypatch.setattr(quick_search, "_on_gpu", lambda x: True)
+    return made
+
+
+def model_that_ends(*flags: str, seed: int = 1, often: float = 1.4) -> Any:
+    """As ``fairseq-generate`` prepares it; hypotheses end now and then."""
+    model = shaken(*flags, seed=seed)
+    model.make_generation_fast_(beamable_mm_beam_size=None, need_attn=False)
+    with torch.no_grad():
+        model.decoder.output_projection.weight[EOS] *= often
+    return model
+
+
+def generator_of(model: Any, **options: Any) -> SequenceGenerator:
+    dictionary = build(SHARED)[1].target_dictionary
+    return SequenceGenerator([model], dictionary, **{"beam_size": 3, "max_len_b": 12, **options})
+
+
+def translations(
+    generator: SequenceGenerator, seed: int, sentences: int = 6, plain: bool = False, **asked: Any
+) -> Translations:
+    lengths = tuple(2 + (seed + 3 * i) % 7 for i in range(sentences))
+    net = batch(lengths, lengths, seed=seed)["net_input"]
+    device = next(generator.model.parameters()).device
+    sample = {"net_input": {k: net[k].to(device) for k in ("src_tokens", "src_lengths")}}
+    if plain:
+        fairseqs: Any = SequenceGenerator._generate
+        with torch.no_grad():
+            return fairseqs.__wrapped__(generator, sample, **asked)
+    return generator.generate([], sample, **asked)
+
+
+def assert_same(found: Translations, expected: Translations) -> None:
+    assert [len(several) for several in found] == [len(several) for several in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.keys() == other.keys()
+            assert one["tokens"].equal(other["tokens"].cpu())
+            for name in ("score", "positional_scores", "attention", "alignment"):
+                torch.testing.assert_close(one[name], other[name].cpu(), atol=1e-5, rtol=1e-5)
+
+
+@STATIC
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
+def test_the_same_translations(
+    flags: tuple[str, ...], options: dict[str, Any], static: bool, searches: list[Any]
+) -> None:
+    model = model_that_ends(*flags)
+    model.decoder.fast_decoding.static = static
+    generator = generator_of(model, **options)
+    for seed in range(3):
+        expected = translations(generator, seed, plain=True)
+        assert_same(translations(generator, seed), expected)
+    assert len(searches) == 3
+
+
+@STATIC
+def test_sentences_that_end_at_different_times(static: bool, searches: list[Any]) -> None:
+    """The cache is left for smaller ones, and for longer ones."""
+    model = model_that_ends(*HARD, seed=3, often=3)
+    model.decoder.fast_decoding.static = static
+    generator = generator_of(model, max_len_b=75)
+    found = translations(generator, 5, sentences=17)
+    assert_same(found, translations(generator, 5, sentences=17, plain=True))
+    caches = [(since, len(sentences)) for since, sentences, _ in searches[0]._done]
+    assert len(caches) > 3 and caches[0][1] == 17 and caches[-1][1] == 6
+    assert len({len(hypothesis["tokens"]) for several in found for hypothesis in several}) == 5
+
+
+def test_another_first_token(searches: list[Any]) -> None:
+    generator = generator_of(model_that_ends(*HARD))
+    expected = translations(generator, 1, plain=True, bos_token=7)
+    assert_same(translations(generator, 1, bos_token=7), expected)
+    assert len(searches) == 1
+
+
+class Other(SequenceGenerator):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"match_source_len": True}, {}),
+        ({"no_repeat_ngram_size": 2}, {}),
+        ({"search_strategy": "diverse"}, {}),
+        ({"beam_size": 31}, {}),
+        ({}, {"prefix_tokens": torch.full((6, 1), 9)}),
+    ],
+    ids=["match_source_len", "ngrams", "diverse", "few words", "prefix"],
+)
+def test_what_fairseq_does_itself(
+    options: dict[str, Any], asked: dict[str, Any], searches: list[Any]
+) -> None:
+    model = model_that_ends()
+    if "search_strategy" in options:
+        options = {"search_strategy": DiverseBeamSearch(build(SHARED)[1].target_dictionary, 3, 0.5)}
+    generator = generator_of(model, **options)
+    assert_same(translations(generator, 1, **asked), translations(generator, 1, plain=True, **asked))
+    assert not searches and isinstance(generator_of(model).search, BeamSearch)
+
+
+@pytest.mark.parametrize("why", ["plain", "attention", "ensemble", "subclass", "training"])
+def test_whose_search_is_fairseqs(why: str, searches: list[Any]) -> None:
+    model = model_that_ends(*HARD, *(("--sf-plain",) if why == "plain" else ()))
+    generator = generator_of(model)
+    if why == "attention":
+        model.decoder.layers[-1].need_attn = True
+    elif why == "ensemble":
+        generator = SequenceGenerator([model, model], generator.tgt_dict, beam_size=3, max_len_b=12)
+    elif why == "subclass":
+        generator = Other([model], generator.tgt_dict, beam_size=3, max_len_b=12)
+    elif why == "training":
+        model.decoder.train()
+    assert translations(generator, 1) and not searches
+
+
+def test_a_model_that_gives_no_numbers(searches: list[Any]) -> None:
+    model = model_that_ends(*HARD)
+    with torch.no_grad():
+        model.decoder.layers[0].fc1.bias.fill_(math.nan)
+    with pytest.raises(SurfaceFusionError, match="sentence 0 of the batch has no translation"):
+        translations(generator_of(model), 1)
+    assert searches
+
+
+def test_shortest_longer_than_longest(searches: list[Any]) -> None:
+    with pytest.raises(AssertionError, match="min_len cannot be larger than max_len"):
+        translations(generator_of(model_that_ends(*HARD), min_len=20), 1)
+
+
+def test_hypotheses_are_read_backwards() -> None:
+    """One sentence, two lanes: lane 1 ends first; the other end of that step comes from lane 0."""
+    lanes = torch.tensor([[[0, 0]], [[1, 0]], [[0, 0]]])
+    tokens = torch.tensor([[[5, 6]], [[7, 8]], [[9, 9]]])
+    totals = torch.tensor([[[-1.0, -2.0]], [[-3.0, -4.0]], [[-9.0, -9.0]]])
+    ends = torch.tensor([[[False, False]], [[False, True]], [[True, True]]])
+    end_lanes = torch.tensor([[[0, 0]], [[0, 1]], [[0, 1]]])
+    end_totals = torch.tensor([[[0.0, 0.0]], [[0.0, -2.5]], [[-3.5, -4.5]]])
+    found = hypotheses(History(lanes, tokens, totals, ends, end_lanes, end_totals), EOS)
+    assert found.sentence.tolist() == [0, 0]  # the third comes too late
+    assert found.length.tolist() == [2, 3]
+    assert found.tokens.tolist() == [[6, EOS, EOS], [6, 7, EOS]]
+    assert found.totals[0, :2].tolist() == [-2.0, -2.5]
+    assert found.totals[1].tolist() == [-2.0, -3.0, -3.5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
+def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Graphs are recorded and replayed, on caches that other batches have used."""
+    model = model_that_ends(*flags).cuda()
+    generator = generator_of(model, **options)
+    for seed, sentences in enumerate((17, 6, 17, 16, 1, 17, 6)):
+        found = translations(generator, seed, sentences)
+        assert not found[0][0]["tokens"].is_cuda
+        assert_same(found, translations(generator, seed, sentences, plain=True))
+    assert model.decoder.fast_decoding.graphs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_asks_a_step_late_on_a_gpu() -> None:
+    left = torch.tensor([3], device="cuda")
+    waiting = Waiting(4, left)
+    for t, known in enumerate((None, None, 3, 2)):
+        assert waiting.left_before(t) == known
+        waiting.read_after(t, left)
+        left -= 1
+
+
+def test_the_host_knows_at_once_on_a_cpu() -> None:
+    left = torch.tensor([VOCAB])
+    waiting = Waiting(2, left)
+    assert waiting.left_before(0) is None
+    waiting.read_after(0, left)
+    assert waiting.left_before(1) == VOCAB

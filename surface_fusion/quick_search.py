@@ -86,33 +86,30 @@ def _suppressed(generator: Any) -> list[int]:
 
 def _as_fairseqs(found: Hypotheses, sentences: int, generator: Any) -> Translations:
     """What fairseq's search returns; the last bit of a score is that of a CPU's division."""
-    last = found.length - 1
-    scores = found.totals.gather(1, last.unsqueeze(1)).squeeze(1)
+    lengths = found.length.tolist()
+    scores = found.totals.gather(1, found.length.unsqueeze(1) - 1).squeeze(1)
     if generator.normalize_scores:
-        lengths = [length**generator.len_penalty for length in found.length.tolist()]
-        scores = scores / scores.new_tensor(lengths)
+        scores = scores / scores.new_tensor([length**generator.len_penalty for length in lengths])
     gains = found.totals.clone()
     gains[:, 1:] -= found.totals[:, :-1]
-    translations: Translations = [[] for _ in range(sentences)]
-    for i, (sentence, length) in enumerate(zip(found.sentence.tolist(), found.length.tolist(), strict=True)):
-        translations[sentence].append(
-            {
-                "tokens": found.tokens[i, :length],
-                "score": scores[i],
-                "attention": torch.empty(0),
-                "alignment": torch.empty(0),
-                "positional_scores": gains[i, :length],
-            }
-        )
-    empty = [i for i, several in enumerate(translations) if not several]
+    within = torch.arange(found.tokens.shape[1]) < found.length.unsqueeze(1)
+    nothing = torch.empty(0)
+    columns = found.tokens[within].split(lengths), scores.unbind(), gains[within].split(lengths)
+    ranked: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
+    for sentence, value, tokens, score, gain in zip(
+        found.sentence.tolist(), scores.tolist(), *columns, strict=True
+    ):
+        hypothesis = {"tokens": tokens, "score": score, "attention": nothing, "alignment": nothing}
+        ranked[sentence].append((value, {**hypothesis, "positional_scores": gain}))
+    empty = [i for i, several in enumerate(ranked) if not several]
     if empty:
         raise SurfaceFusionError(
             f"sentence {empty[0]} of the batch has no translation: the model gives no finite probabilities; "
             "look at its training's log, or decode in fp32"
         )
-    for several in translations:
-        several.sort(key=lambda hypothesis: -float(hypothesis["score"]))
-    return translations
+    for several in ranked:
+        several.sort(key=lambda pair: -pair[0])
+    return [[hypothesis for _, hypothesis in several] for several in ranked]
 
 
 def finalize_on_host(

@@ -38,7 +38,7 @@ def generate(
     """
     net_input = sample["net_input"]
     unusual = prefix_tokens is not None or constraints is not None or "src_tokens" not in net_input
-    if unusual or not _is_plain(generator) or not _on_gpu(net_input["src_tokens"]):
+    if unusual or not _is_plain(generator):
         return original(generator, sample, prefix_tokens, constraints, bos_token)
     source = net_input["src_tokens"].shape[1]
     rules = Rules(
@@ -73,10 +73,6 @@ def _is_plain(generator: Any) -> bool:
     barred = 3 + len(_suppressed(generator))
     few = 2 * generator.beam_size + barred > generator.vocab_size  # then it chooses among what is barred
     return not few and not layers_of(decoder)[-1].need_attn
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
 
 
 def _suppressed(generator: Any) -> list[int]:

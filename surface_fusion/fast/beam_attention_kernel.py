@@ -5,7 +5,8 @@ cores. Here a sentence and head is one small block that reads each key and value
 last that has been written.
 
 Shapes: queries S x H x B x d for S sentences of B hypotheses, keys and values S x H x N x d, the last axis
-contiguous; bias S x 1 x B x N or S x 1 x 1 x N.
+contiguous; bias S x 1 x B x N or S x 1 x 1 x N. One compilation, which takes most of a second, does for the
+decoder's own keys and for the source's.
 """
 
 import triton
@@ -16,12 +17,12 @@ from torch import Tensor
 @triton.jit
 def _read_kernel(
     q_base: tl.tensor, k_base: tl.tensor, v_base: tl.tensor, bias_base: tl.tensor, out_base: tl.tensor,
-    position_base: tl.tensor, scale: tl.tensor, n: tl.tensor,
+    last_base: tl.tensor, scale: tl.tensor, n: tl.tensor,
     q_sentence: tl.tensor, q_head: tl.tensor, q_beam: tl.tensor,
     k_sentence: tl.tensor, k_head: tl.tensor, k_row: tl.tensor,
     v_sentence: tl.tensor, v_head: tl.tensor, v_row: tl.tensor,
     bias_sentence: tl.tensor, bias_beam: tl.tensor,
-    HEADS: tl.constexpr, BEAM: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr,
+    HEADS: tl.constexpr, BEAM: tl.constexpr, D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     sentence = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -33,8 +34,7 @@ def _read_kernel(
     k_base += sentence * k_sentence + head * k_head
     v_base += sentence * v_sentence + head * v_head
     bias_base += sentence * bias_sentence
-    if not ALL:
-        n = tl.minimum(n, (tl.load(position_base).to(tl.int32) + 1) * BEAM)
+    n = tl.minimum(n, (tl.load(last_base).to(tl.int32) + 1) * BEAM)
 
     peak = tl.full((BLOCK_B,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_B,), tl.float32)
@@ -64,11 +64,11 @@ def _read_kernel(
     tl.store(place, read.to(out_base.dtype.element_ty), mask=within)
 
 
-def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, position: Tensor | None) -> Tensor:
+def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
     """What each hypothesis reads, heads side by side: S x B x (H d).
 
     Args:
-        position: 1, int64: key i belongs to position i // B, and none behind this one is read. None: all are.
+        last: 1, int64: key i belongs to position i // B; none behind this position is read.
     """
     sentences, heads, beam, dim = query.shape
     out = query.new_empty(sentences, beam, heads * dim)
@@ -76,10 +76,9 @@ def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, position:
     strides = [s for x in (query, key, value) for s in x.stride()[:3]]
     bias_beam = bias.stride(2) if bias.shape[2] > 1 else 0
     _read_kernel[(sentences * heads,)](
-        query, key, value, bias, out, out if position is None else position, dim**-0.5, key.shape[2],
+        query, key, value, bias, out, last, dim**-0.5, key.shape[2],
         *strides, bias.stride(0), bias_beam,
-        HEADS=heads, BEAM=beam, D=dim, ALL=position is None, BLOCK_B=max(triton.next_power_of_2(beam), 16),
-        BLOCK_N=64 if block_d <= 64 else 32 if block_d <= 256 else 16, BLOCK_D=block_d,
-        num_warps=4, num_stages=2,
+        HEADS=heads, BEAM=beam, D=dim, BLOCK_B=max(triton.next_power_of_2(beam), 16),
+        BLOCK_N=64 if block_d <= 64 else 32, BLOCK_D=block_d, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
-from surface_fusion.fast.attention import WIDEST_HEAD
 from surface_fusion.fast.groups import layers_of
 from surface_fusion.fast.triton_installed import use_kernels
+
+NARROW_HEAD = 128
+"""What our kernel reads; wider ones, as the surface's single head is by default, are left to torch."""
 
 
 class StepOut(NamedTuple):
@@ -119,6 +121,8 @@ class DecodeCache:
         self.tokens = torch.zeros_like(self.rows)
         self.position = self.rows.new_zeros(1)
         """How many tokens are decoded."""
+        self.everything = self.rows.new_full((1,), 2**20)
+        """A position behind all."""
         self.kept, self.masked = weight.new_tensor(0.0), weight.new_tensor(-math.inf)
 
     def clear(self) -> None:
@@ -214,7 +218,7 @@ class DecodeCache:
             q = F.linear(y, cross.q_proj.weight, cross.q_proj.bias)
             q = q.view(sentences, beam, heads, width).transpose(1, 2)
             key, value = self.cross[i, :, :, :, :source].unbind()
-            read = _attend(q, key, value, source_bias)
+            read = _attend(q, key, value, source_bias, self.everything)
             if with_attention and layer is weights.layers[-1]:
                 scores = q @ key.transpose(2, 3) * width**-0.5 + source_bias
                 attention = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1).to(x.dtype)
@@ -263,7 +267,7 @@ class DecodeCache:
             q = F.linear(query, attn.q_proj.weight, attn.q_proj.bias)
             q = q.view(self.sentences, self.beam, attn.num_heads, -1).transpose(1, 2)
             key, value = self.surface[:, :, :, : source_bias.shape[-1]].unbind()
-            read = _attend(q, key, value, source_bias).view(len(x), 1, -1)
+            read = _attend(q, key, value, source_bias, self.everything).view(len(x), 1, -1)
             r = self._project_out(decoder, F.linear(read, attn.out_proj.weight, attn.out_proj.bias))
         else:
             r = self.surface.expand(-1, self.beam, -1).reshape(len(x), 1, -1)
@@ -289,18 +293,16 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, position: Tensor | None = None
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
     """Heads side by side: S x B x (H d) of S x H x B x d queries and S x H x N x d keys.
 
     Args:
-        position: where the last key is that has been written; None: all keys are read.
+        last: as of :func:`surface_fusion.fast.beam_attention_kernel.read_keys`; what is behind it is masked.
     """
-    if use_kernels(query) and query.shape[-1] <= WIDEST_HEAD:
+    if use_kernels(query) and query.shape[-1] <= NARROW_HEAD:
         from surface_fusion.fast.beam_attention_kernel import read_keys
 
-        return read_keys(query, key, value, bias, position)
+        return read_keys(query, key, value, bias, last)
     if query.is_cuda or len(query) == 1:
         bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)

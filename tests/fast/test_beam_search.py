@@ -36,7 +36,7 @@ Translations = list[list[dict[str, Tensor]]]
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Our search is used on a CPU, too; those that ran."""
+    """Those of ours that ran."""
     made: list[Any] = []
 
     class Counted(quick_search.Search):
@@ -45,7 +45,6 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(self)
 
     monkeypatch.setattr(quick_search, "Search", Counted)
-    monkeypatch.setattr(quick_search, "_on_gpu", lambda x: True)
     return made
 
 

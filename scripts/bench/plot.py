@@ -22,6 +22,9 @@ NAMES = (*CONTENDERS, "floor")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
 AXES = {"max_tokens": "tokens a batch", "vocab": "vocabulary", "layers": "layers of encoder and decoder"}
 
+MANY = 12
+"""Groups of bars whose names do not fit side by side."""
+
 Settings = dict[str, str]
 
 
@@ -63,7 +66,7 @@ def draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
         axes.bar(
             places, list(values[g] for g in groups if g in values), width, color=COLOURS[name], label=name
         )
-    axes.set_xticks(range(len(groups)), groups, fontsize=7)
+    axes.set_xticks(range(len(groups)), groups, fontsize=7, rotation=90 if len(groups) > MANY else 0)
 
 
 def draw_scaling(axes: Sequence[Axes], rows: Sequence[Row]) -> None:

@@ -34,8 +34,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 PARTS = {
-    "matrix products": r"gemm|nvjet|cutlass|splitk|cublas|aten::(add|b|badd)?mm$|mkldnn",
     "attention": r"^_(forward|query|key)_kernel|attention|fmha|flash",
+    "matrix products": r"gemm|nvjet|cutlass|splitk|cublas|aten::(add|b|badd)?mm$|mkldnn",
     "softmax and loss": r"softmax|nll_loss|label_smooth",
     "LayerNorm, residual, dropout": r"norm_(kernel|backward)|layer_?norm|GammaBeta|dropout|add_norm",
     "ReLU": r"relu|threshold|clamp",

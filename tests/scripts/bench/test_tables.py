@@ -226,6 +226,31 @@ def test_all_tables_and_their_picture(
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_profile_accounts_for_an_update(run: Callable[..., None], tmp_path: Path) -> None:
+    out = tmp_path / "profile.csv"
+    run("step_profile", "--quick", "--cpu", "--contender", "fast", "-o", out)
+    parts = {r.setting.partition("part=")[2]: r for r in script("results").read_rows(out)}
+    assert {r.table for r in parts.values()} == {"profile"} and parts.pop("kernels").unit == "count"
+    assert {"all", "matrix products", "optimizer", "outside of operators"} <= set(parts)
+    assert all(r.unit == "ms" and r.n == 6 for r in parts.values())
+
+
+def test_what_a_kernel_does() -> None:
+    part_of = script("step_profile").part_of
+    assert part_of("nvjet_sm90_hsh_64x48_64x15_2x4_h_bz_bias_TNT") == "matrix products"
+    assert part_of("_forward_kernel") == part_of("fmha_cutlassF_f32_aligned_64x64_rf_sm80") == "attention"
+    assert part_of("_softmax_kernel") == part_of("cunn_SoftMaxForward") == "softmax and loss"
+    assert part_of("_add_norm_backward_kernel") == "LayerNorm, residual, dropout"
+    assert part_of("multi_tensor_apply_kernel") == "optimizer" and part_of("Memset (Device)") == "copies"
+    assert part_of("something else") == "other"
+
+
+def test_kernels_side_by_side_count_once() -> None:
+    profile = script("step_profile")
+    pieces = [profile.Piece("gemm", *when) for when in ((0.0, 1000.0), (500.0, 1000.0), (4000.0, 500.0))]
+    assert profile.busy(pieces) == 2.0 and profile.milliseconds(pieces) == {"matrix products": 2.5}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"), [((), "DATA-BIN"), (("--quick", "--cpu", "--dtype", "fp16"), "needs a CUDA GPU")]
 )

@@ -18,6 +18,9 @@ from torch import Tensor
 from surface_fusion.fast.decode_step import DecodeCache, FusedWeights
 from surface_fusion.fast.decoding import DecodeState, FastDecoding
 
+MOST_LOGITS = 2**27
+"""At a time, of both branches: half a GiB in float32; what is computed from them takes twice as much."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -119,15 +122,14 @@ class Beams:
         cache, beam, eos = self.cache, self.beam, self.is_eos
         t = cache.position.clone()
         features = cache.step(model.decoder, weights, length, source, with_attention=False).features
-        logits = model.decoder.output_layer(features)
-        if rules.temperature != 1:
-            logits = logits / rules.temperature
-        log_probs = model.get_normalized_probs((logits, None), log_probs=True)[:, -1]
         penalties = self.penalties.masked_fill(eos & (t < self.min_len), -torch.inf)
         penalties.masked_fill_(~eos & (t >= self.max_len), -torch.inf)
-        totals = log_probs.nan_to_num_(-torch.inf, torch.inf, -torch.inf).add_(penalties)
-        totals = totals.view(*self.scores.shape, -1).add_(self.scores.unsqueeze(-1))
-        scores, chosen = totals.flatten(1).topk(2 * beam)
+        some = max(1, MOST_LOGITS // (2 * beam * len(eos)))
+        best = [
+            _best(model, rules, rows, penalties, totals)
+            for rows, totals in zip(features.split(some * beam), self.scores.split(some), strict=True)
+        ]
+        scores, chosen = (torch.cat(x) for x in zip(*best, strict=True))
         lanes, tokens = chosen // len(eos), chosen % len(eos)
 
         ended = tokens.eq(rules.eos) & scores.ne(-torch.inf)
@@ -143,6 +145,25 @@ class Beams:
         cache.order.copy_((after[0] + cache.rows.view(-1, beam)[:, :1]).flatten())
         cache.tokens.copy_(after[1].flatten())
         self.scores.copy_(after[2])
+
+
+def _best(
+    model: Any, rules: Rules, features: Tensor, penalties: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The 2 B best continuations of each of S sentences, S x 2 B: their scores, and lane * V + token.
+
+    Args:
+        features: of S x B rows.
+        scores: S x B, so far.
+    """
+    logits = model.decoder.output_layer(features)
+    if rules.temperature != 1:
+        logits = logits / rules.temperature
+    log_probs = model.get_normalized_probs((logits, None), log_probs=True)[:, -1]
+    totals = log_probs.nan_to_num_(-torch.inf, torch.inf, -torch.inf).add_(penalties)
+    totals = totals.view(*scores.shape, -1).add_(scores.unsqueeze(-1))
+    best = totals.flatten(1).topk(2 * scores.shape[1])
+    return best.values, best.indices
 
 
 class Hypotheses(NamedTuple):

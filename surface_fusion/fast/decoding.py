@@ -1,9 +1,10 @@
-"""Incremental decoding through fairseq's own search, with few kernels and nothing copied per step.
+"""Incremental decoding with few kernels and nothing copied per step.
 
-``SurfaceFusionDecoder.forward`` comes here when fairseq's generator decodes token by token. The step is
-that of ``decode_step.py``. On CUDA its shapes are rounded up so that few occur; the first step of a shape
-runs as it is, the second is captured in a CUDA graph, all further ones replay it. On the CPU shapes are
-exact. The output layer stays outside, so that only rows that are searched are projected.
+``SurfaceFusionDecoder.forward`` comes here when fairseq's generator decodes token by token, and
+``beam_search.py`` with a search of its own. The step is that of ``decode_step.py``. On CUDA its shapes are
+rounded up so that few occur; the first step of a shape runs as it is, the second is captured in a CUDA graph,
+all further ones replay it. On the CPU shapes are exact. With fairseq's search the output layer stays
+outside, so that only rows that are searched are projected.
 
 fairseq's search reorders hypotheses within their sentence and drops sentences that are finished. That
 is taken for granted where the encoder's output was repeated the way fairseq does it; any other caller

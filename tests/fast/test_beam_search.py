@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surface_fusion import quick_search
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast import beam_search
 from surface_fusion.fast.beam_search import History, Waiting, hypotheses
 
 HARD = ("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
@@ -112,6 +113,19 @@ def test_sentences_that_end_at_different_times(static: bool, searches: list[Any]
     caches = [(since, len(sentences)) for since, sentences, _ in searches[0]._done]
     assert len(caches) > 3 and caches[0][1] == 17 and caches[-1][1] == 6
     assert len({len(hypothesis["tokens"]) for several in found for hypothesis in several}) == 5
+
+
+def test_the_vocabulary_in_parts(searches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more logits at a time than fit: here those of two sentences, and of one at the end."""
+    monkeypatch.setattr(beam_search, "MOST_LOGITS", 2 * 3 * 2 * VOCAB + 1)
+    asked: list[int] = []
+    model = model_that_ends(*HARD)
+    project = model.decoder.output_layer
+    monkeypatch.setattr(model.decoder, "output_layer", lambda x: asked.append(len(x)) or project(x))
+    generator = generator_of(model)
+    found = translations(generator, 1, sentences=5)
+    assert asked[:3] == [6, 6, 3] and len(searches) == 1
+    assert_same(found, translations(generator, 1, sentences=5, plain=True))
 
 
 def test_another_first_token(searches: list[Any]) -> None:

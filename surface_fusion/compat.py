@@ -26,6 +26,7 @@ from fairseq.data import data_utils
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.fairseq_task import StatefulContainer
@@ -205,6 +206,20 @@ def mend_diverse_beam() -> None:
     _wrap(search.DiverseBeamSearch, "step", step)
 
 
+def mend_ngram_blocking() -> None:
+    """Let ``--no-repeat-ngram-size`` do something: fairseq takes the padding behind the last words for them.
+
+    https://github.com/facebookresearch/fairseq/issues/5206
+    """
+
+    def block(
+        original: Callable[..., Any], self: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
+    ) -> Any:
+        return original(self, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
+
+    _wrap(NGramRepeatBlock, "_no_repeat_ngram", block)
+
+
 def mend_replace_unk() -> None:
     """Let ``--replace-unk`` stand without a dictionary: fairseq takes its default ``"@@ "`` for a file."""
 
@@ -278,6 +293,7 @@ def apply() -> None:
     _wrap(Trainer, "train_step", quick_trainer.announce_sums)
     skip_overlong_sentences()
     mend_diverse_beam()
+    mend_ngram_blocking()
     mend_replace_unk()
     mend_copies_of_tasks()
     allow_second_copy()

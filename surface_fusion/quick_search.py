@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import torch
 from fairseq.search import BeamSearch
-from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
@@ -34,10 +34,11 @@ def generate(
     """fairseq's ``SequenceGenerator._generate``; what it returns is on the CPU where the search is ours.
 
     Raises:
-        SurfaceFusionError: a sentence has no translation, since the model gives no numbers.
+        SurfaceFusionError: a sentence has no translation.
     """
     net_input = sample["net_input"]
     unusual = prefix_tokens is not None or constraints is not None or "src_tokens" not in net_input
+    unusual |= not (bos_token is None or isinstance(bos_token, int)) or torch.is_grad_enabled()
     if unusual or not _is_plain(generator):
         return original(generator, sample, prefix_tokens, constraints, bos_token)
     source = net_input["src_tokens"].shape[1]
@@ -50,7 +51,7 @@ def generate(
         min_len=generator.min_len,
         max_len=min(int(generator.max_len_a * source + generator.max_len_b), generator.max_len - 1),
     )
-    if rules.min_len > rules.max_len:
+    if rules.max_len < max(rules.min_len, 0):
         return original(generator, sample, prefix_tokens, constraints, bos_token)  # it says so
     model = generator.model.single_model
     encoder_out = model.encoder.forward_torchscript(net_input)
@@ -61,18 +62,29 @@ def generate(
 
 def _is_plain(generator: Any) -> bool:
     """Whether *generator* is fairseq's own with nothing but a beam, and its one model decodes fast."""
-    if type(generator) is not SequenceGenerator or type(generator.search) is not BeamSearch:
+    from surface_fusion.decoder import SurfaceFusionDecoder
+
+    model = generator.model
+    ours = (
+        _is_just(generator, SequenceGenerator, "finalize_hypos", "is_finished")
+        and _is_just(generator.search, BeamSearch, "step")
+        and _is_just(model, EnsembleModel, "forward_decoder")
+        and model.models_size == 1
+        and _is_just(getattr(model.single_model, "decoder", None), SurfaceFusionDecoder, "forward")
+    )
+    if not ours or generator.match_source_len or generator.repeat_ngram_blocker or generator.lm_model:
         return False
-    if generator.match_source_len or generator.repeat_ngram_blocker is not None:
-        return False
-    if generator.lm_model is not None or generator.model.models_size != 1:
-        return False
-    decoder: Any = getattr(generator.model.single_model, "decoder", None)
-    if not hasattr(decoder, "fast_decoding") or decoder.training or why_not_fast(decoder) is not None:
-        return False
+    decoder = model.single_model.decoder
     barred = 3 + len(_suppressed(generator))
     few = 2 * generator.beam_size + barred > generator.vocab_size  # then it chooses among what is barred
-    return not few and not layers_of(decoder)[-1].need_attn
+    if few or decoder.training or why_not_fast(decoder) is not None:
+        return False
+    return not layers_of(decoder)[-1].need_attn
+
+
+def _is_just(thing: Any, kind: type, *methods: str) -> bool:
+    """Whether *thing* is a *kind* that nobody has made anything else of."""
+    return type(thing) is kind and not any(method in vars(thing) for method in methods)
 
 
 def _suppressed(generator: Any) -> list[int]:
@@ -89,19 +101,20 @@ def _as_fairseqs(found: Hypotheses, sentences: int, generator: Any) -> Translati
     gains = found.totals.clone()
     gains[:, 1:] -= found.totals[:, :-1]
     within = torch.arange(found.tokens.shape[1]) < found.length.unsqueeze(1)
-    nothing = torch.empty(0)
     columns = found.tokens[within].split(lengths), scores.unbind(), gains[within].split(lengths)
     ranked: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
     for sentence, value, tokens, score, gain in zip(
         found.sentence.tolist(), scores.tolist(), *columns, strict=True
     ):
-        hypothesis = {"tokens": tokens, "score": score, "attention": nothing, "alignment": nothing}
-        ranked[sentence].append((value, {**hypothesis, "positional_scores": gain}))
+        hypothesis = {"tokens": tokens, "score": score, "positional_scores": gain}
+        ranked[sentence].append(
+            (value, {**hypothesis, "attention": torch.empty(0), "alignment": torch.empty(0)})
+        )
     empty = [i for i, several in enumerate(ranked) if not several]
     if empty:
         raise SurfaceFusionError(
-            f"sentence {empty[0]} of the batch has no translation: the model gives no finite probabilities; "
-            "look at its training's log, or decode in fp32"
+            f"sentence {empty[0]} of the batch has no translation: no hypothesis ends with a finite score; "
+            "is the end suppressed, or does the model give no numbers (then look at its training's log)?"
         )
     for several in ranked:
         several.sort(key=lambda pair: -pair[0])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
 
 
@@ -52,6 +53,12 @@ def overlong_sentence_is_fatal() -> bool:
     data = LanguagePairDataset(rows, sizes, words)
     task = FairseqTask(argparse.Namespace())
     return fails(task.filter_indices_by_size, np.arange(2), data, 10)
+
+
+def ngrams_are_repeated() -> bool:
+    words, lprobs = [2, 5, 6, 5], torch.zeros(1, 9)
+    NGramRepeatBlock(2)(torch.tensor([[*words, 1, 1, 1]]), lprobs, bsz=1, beam_size=1, step=3)
+    return bool(lprobs[0, 6] == 0)
 
 
 def diverse_beam_fails() -> bool:
@@ -123,6 +130,7 @@ if __name__ == "__main__":
         last_batch_lost,
         overlong_sentence_is_fatal,
         diverse_beam_fails,
+        ngrams_are_repeated,
         replace_unk_needs_a_file,
         task_cannot_be_copied,
         second_copy_refused,

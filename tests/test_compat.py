@@ -4,6 +4,7 @@ import argparse
 import collections
 import copy
 import io
+import itertools
 import json
 import logging
 import os
@@ -21,17 +22,19 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, hub_utils, search, tasks, utils
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from omegaconf import OmegaConf
 
 from surface_fusion import SurfaceFusionError, quiet
-from tests.tiny import build, data_folder
+from tests.tiny import SHARED, batch, build, data_folder, shaken
 
 TROUBLES = (
     "namespace_refused",
     "last_batch_lost",
     "overlong_sentence_is_fatal",
     "diverse_beam_fails",
+    "ngrams_are_repeated",
     "replace_unk_needs_a_file",
     "task_cannot_be_copied",
     "second_copy_refused",
@@ -224,6 +227,25 @@ def test_diverse_beam_takes_sentence_ids() -> None:
 
     by_row, by_id = candidates(torch.tensor([0, 1])), candidates(torch.tensor([70, 90]))
     assert all(torch.equal(a, b) for a, b in zip(by_row, by_id, strict=True))
+
+
+def test_no_ngram_comes_twice() -> None:
+    """``--no-repeat-ngram-size 2``: a model that would say one word over and over."""
+    model = shaken(SHARED)
+    with torch.no_grad():
+        model.decoder.output_projection.weight[9] *= 4
+    dictionary = build(SHARED)[1].target_dictionary
+    net = batch()["net_input"]
+
+    def repeats(**options: int) -> int:
+        """Sentences in which two words stand side by side more than once."""
+        generator = SequenceGenerator([model], dictionary, beam_size=2, max_len_b=12, min_len=8, **options)
+        found = generator.generate([], {"net_input": {k: net[k] for k in ("src_tokens", "src_lengths")}})
+        words = [hypotheses[0]["tokens"].tolist() for hypotheses in found]
+        pairs = [list(itertools.pairwise(sentence)) for sentence in words]
+        return sum(len(set(each)) < len(each) for each in pairs)
+
+    assert repeats() > 0 == repeats(no_repeat_ngram_size=2)
 
 
 def test_replace_unk_without_a_dictionary(tmp_path: Path) -> None:

@@ -62,9 +62,11 @@ class Beams:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, cache: DecodeCache, vocab: int) -> None:
-        shape = cache.sentences, cache.beam
-        dtype = torch.promote_types(cache.own.dtype, torch.float32)
+    def __init__(self, cache: DecodeCache, decoder: Any) -> None:
+        shape, vocab = (cache.sentences, cache.beam), decoder.output_projection.out_features
+        dtype = torch.float32  # fairseq's log-probabilities are, whatever the model is
+        if decoder.cfg.surfacefusion is not None:
+            dtype = torch.promote_types(cache.own.dtype, dtype)
         integers = cache.rows.new_zeros
         self.cache, self.beam = cache, cache.beam
         self.scores = torch.zeros(shape, dtype=dtype, device=cache.rows.device)
@@ -76,6 +78,7 @@ class Beams:
         """Added to a token's log-probability: 0, or -inf where it is never chosen."""
         self.is_eos = self.penalties > 0
         self.ranks = torch.arange(2 * self.beam, device=cache.rows.device)
+        self._held: Any = None
         self.history = History(
             integers(cache.length, *shape),
             integers(cache.length, *shape),
@@ -88,7 +91,7 @@ class Beams:
     def begin(self, rules: Rules, sentences: int, bos: int) -> None:
         """Before the first step of the first *sentences*, which begin with the token *bos*."""
         self.rule(rules)
-        self.scores.fill_(-torch.inf)[:, 0] = 0  # all lanes are alike: one is searched
+        self.scores.zero_()
         self.ignored.zero_()
         self.ended.fill_(self.beam)[:sentences] = 0
         self.cache.tokens.fill_(bos)
@@ -113,23 +116,44 @@ class Beams:
             mine[:count].copy_(theirs.index_select(0, sentences))
         self.ended.fill_(self.beam)[:count].copy_(other.ended.index_select(0, sentences))
 
-    def step(self, model: Any, weights: FusedWeights, rules: Rules, length: int, source: int) -> None:
+    def step(
+        self,
+        model: Any,
+        weights: FusedWeights,
+        rules: Rules,
+        shape: tuple[int, int],
+        first: bool,
+        static: bool,
+    ) -> None:
         """Decode one token and choose, as ``SequenceGenerator._generate`` does between two reorderings.
 
         Args:
-            length, source: as in :meth:`DecodeCache.step`.
+            shape: length and source, as in :meth:`DecodeCache.step`.
+            first: all lanes of a sentence are alike: the continuations of one are chosen from.
+            static: what is launched must not depend on what is found.
         """
         cache, beam, eos = self.cache, self.beam, self.is_eos
         t = cache.position.clone()
-        features = cache.step(model.decoder, weights, length, source, with_attention=False).features
+        features = cache.step(model.decoder, weights, *shape, with_attention=False).features
         penalties = self.penalties.masked_fill(eos & (t < self.min_len), -torch.inf)
         penalties.masked_fill_(~eos & (t >= self.max_len), -torch.inf)
+        before, left = self.scores, None
+        if not static:
+            left = (self.ended < beam).nonzero().flatten()
+            features = features.unflatten(0, before.shape).index_select(0, left).flatten(0, 1)
+            before = before.index_select(0, left)
         some = max(1, MOST_LOGITS // (2 * beam * len(eos)))
-        best = [
-            _best(model, rules, rows, penalties, totals)
-            for rows, totals in zip(features.split(some * beam), self.scores.split(some), strict=True)
-        ]
+        best, held = [], None
+        for rows, totals in zip(features.split(some * beam), before.split(some), strict=True):
+            held, *found = _best(model, rules, rows, penalties, totals, first)
+            best.append(found)
         scores, chosen = (torch.cat(x) for x in zip(*best, strict=True))
+        if left is not None:
+            self._held = (
+                held  # or the C library gives the memory back, and the next step faults each page anew
+            )
+            scores = scores.new_zeros(len(self.ended), 2 * beam).index_copy_(0, left, scores)
+            chosen = chosen.new_zeros(len(self.ended), 2 * beam).index_copy_(0, left, chosen)
         lanes, tokens = chosen // len(eos), chosen % len(eos)
 
         ended = tokens.eq(rules.eos) & scores.ne(-torch.inf)
@@ -148,22 +172,27 @@ class Beams:
 
 
 def _best(
-    model: Any, rules: Rules, features: Tensor, penalties: Tensor, scores: Tensor
-) -> tuple[Tensor, Tensor]:
+    model: Any, rules: Rules, features: Tensor, penalties: Tensor, scores: Tensor, first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The 2 B best continuations of each of S sentences, S x 2 B: their scores, and lane * V + token.
 
     Args:
         features: of S x B rows.
         scores: S x B, so far.
+
+    Returns:
+        Before them those of all continuations.
     """
     logits = model.decoder.output_layer(features)
     if rules.temperature != 1:
         logits = logits / rules.temperature
     log_probs = model.get_normalized_probs((logits, None), log_probs=True)[:, -1]
     totals = log_probs.nan_to_num_(-torch.inf, torch.inf, -torch.inf).add_(penalties)
-    totals = totals.view(*scores.shape, -1).add_(scores.unsqueeze(-1))
-    best = totals.flatten(1).topk(2 * scores.shape[1])
-    return best.values, best.indices
+    totals = totals.unflatten(0, scores.shape)
+    # Which of equal ones topk prefers hangs on how many there are: here as many as in fairseq's search.
+    among = totals[:, 0].contiguous() if first else totals.add_(scores.unsqueeze(-1)).flatten(1)
+    best = among.topk(2 * scores.shape[1])
+    return totals, best.values, best.indices
 
 
 class Hypotheses(NamedTuple):
@@ -227,7 +256,7 @@ class Search:
     def _beams(self) -> Beams:
         lease = self.state.lease
         if lease.beams is None:
-            lease.beams = Beams(lease.cache, self.model.decoder.output_projection.out_features)
+            lease.beams = Beams(lease.cache, self.model.decoder)
         return lease.beams
 
     def _keep(self, beams: Beams, since: int, until: int) -> None:

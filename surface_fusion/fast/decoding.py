@@ -184,9 +184,9 @@ class FastDecoding:
         """:meth:`surface_fusion.fast.beam_search.Beams.step` on the state's cache."""
         weights = self._weights
         assert weights is not None
-        shape = self._next_shape(state)
-        key = (*shape, rules.eos, rules.temperature)  # the other rules are on the device
-        self._run(model.decoder, state.lease, key, lambda: beams.step(model, weights, rules, *shape))
+        how = self._next_shape(state), state.decoded == 1, self._is_static(state.slots)
+        key = (*how, rules.eos, rules.temperature)  # the other rules are on the device
+        self._run(model.decoder, state.lease, key, lambda: beams.step(model, weights, rules, *how))
 
     def _next_shape(self, state: DecodeState) -> tuple[int, int]:
         """The target and source positions that the next step looks at."""

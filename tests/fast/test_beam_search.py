@@ -1,12 +1,13 @@
 """A search that stays on the device finds what fairseq's loop finds."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from fairseq.search import BeamSearch, DiverseBeamSearch
-from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from tiny import EOS, SHARED, VOCAB, batch, build, shaken
 from torch import Tensor
 
@@ -30,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "words": {"unk_penalty": -2.0, "tokens_to_suppress": ("w5", "w9"), "beam_size": 5},
     "nothing but the end": {"max_len_b": 0, "min_len": 0},
     "long": {"max_len_b": 70, "beam_size": 2},
+    "greedy and short": {"beam_size": 1, "max_len_b": 1},
 }
 STATIC = pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
 Translations = list[list[dict[str, Tensor]]]
@@ -128,6 +130,37 @@ def test_the_vocabulary_in_parts(searches: list[Any], monkeypatch: pytest.Monkey
     assert_same(found, translations(generator, 1, sentences=5, plain=True))
 
 
+@STATIC
+@pytest.mark.parametrize("beam", [2, 4])
+def test_words_that_are_equally_good(static: bool, beam: int, searches: list[Any]) -> None:
+    """topk prefers one of equals by the size of the whole, so it has to be fairseq's."""
+    model = model_that_ends()
+    with torch.no_grad():
+        model.decoder.output_projection.weight[30:60] = model.decoder.output_projection.weight[10:40].clone()
+    model.decoder.fast_decoding.static = static
+    generator = generator_of(model, beam_size=beam)
+    for seed in range(12):
+        assert_same(translations(generator, seed), translations(generator, seed, plain=True))
+    assert len(searches) == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
+def test_other_precisions(flags: tuple[str, ...], dtype: torch.dtype, searches: list[Any]) -> None:
+    generator = generator_of(model_that_ends(*flags).to(dtype))
+    found, expected = translations(generator, 1), translations(generator, 1, plain=True)
+    assert_same(found, expected)
+    assert searches and found[0][0]["score"].dtype == expected[0][0]["score"].dtype
+
+
+def test_hypotheses_share_nothing(searches: list[Any]) -> None:
+    found = translations(generator_of(model_that_ends(*HARD)), 1)
+    for name in ("attention", "alignment"):
+        found[0][0][name].resize_(3)
+        assert found[0][1][name].shape == found[1][0][name].shape == (0,)
+    assert searches
+
+
 def test_another_first_token(searches: list[Any]) -> None:
     generator = generator_of(model_that_ends(*HARD))
     expected = translations(generator, 1, plain=True, bos_token=7)
@@ -147,8 +180,10 @@ class Other(SequenceGenerator):
         ({"search_strategy": "diverse"}, {}),
         ({"beam_size": 31}, {}),
         ({}, {"prefix_tokens": torch.full((6, 1), 9)}),
+        ({}, {"bos_token": torch.tensor([7])}),
+        ({"max_len_b": -1, "min_len": -3}, {}),
     ],
-    ids=["match_source_len", "ngrams", "diverse", "few words", "prefix"],
+    ids=["match_source_len", "ngrams", "diverse", "few words", "prefix", "first tokens", "no step at all"],
 )
 def test_what_fairseq_does_itself(
     options: dict[str, Any], asked: dict[str, Any], searches: list[Any]
@@ -161,19 +196,43 @@ def test_what_fairseq_does_itself(
     assert not searches and isinstance(generator_of(model).search, BeamSearch)
 
 
-@pytest.mark.parametrize("why", ["plain", "attention", "ensemble", "subclass", "training"])
-def test_whose_search_is_fairseqs(why: str, searches: list[Any]) -> None:
-    model = model_that_ends(*HARD, *(("--sf-plain",) if why == "plain" else ()))
-    generator = generator_of(model)
-    if why == "attention":
-        model.decoder.layers[-1].need_attn = True
-    elif why == "ensemble":
-        generator = SequenceGenerator([model, model], generator.tgt_dict, beam_size=3, max_len_b=12)
-    elif why == "subclass":
-        generator = Other([model], generator.tgt_dict, beam_size=3, max_len_b=12)
-    elif why == "training":
-        model.decoder.train()
-    assert translations(generator, 1) and not searches
+class OtherEnsemble(EnsembleModel):
+    """Somebody's own."""
+
+
+WHOSE = {
+    "attention": lambda generator: setattr(
+        generator.model.single_model.decoder.layers[-1], "need_attn", True
+    ),
+    "ensemble": lambda generator: generator.model.__init__([generator.model.single_model] * 2),
+    "another ensemble": lambda generator: setattr(generator.model, "__class__", OtherEnsemble),
+    "another generator": lambda generator: setattr(generator, "__class__", Other),
+    "another step": lambda generator: setattr(generator.search, "step", generator.search.step),
+    "another end": lambda generator: setattr(generator, "finalize_hypos", generator.finalize_hypos),
+    "another decoder": lambda generator: setattr(
+        generator.model.single_model.decoder, "forward", generator.model.single_model.decoder.forward
+    ),
+    "training": lambda generator: generator.model.single_model.decoder.train(),
+}
+
+
+@pytest.mark.parametrize("change", WHOSE.values(), ids=list(WHOSE))
+def test_whose_search_is_fairseqs(change: Callable[[Any], None], searches: list[Any]) -> None:
+    generator = generator_of(model_that_ends(*HARD))
+    assert translations(generator, 1) and len(searches) == 1
+    change(generator)
+    assert translations(generator, 1) and len(searches) == 1
+
+
+def test_plain_takes_fairseqs_search(searches: list[Any]) -> None:
+    assert translations(generator_of(model_that_ends(*HARD, "--sf-plain")), 1) and not searches
+
+
+def test_where_gradients_are_asked_for(searches: list[Any]) -> None:
+    """Whoever calls ``_generate`` itself, without ``no_grad``, gets fairseq's."""
+    generator, net = generator_of(model_that_ends(*HARD)), batch()["net_input"]
+    sample = {"net_input": {k: net[k] for k in ("src_tokens", "src_lengths")}}
+    assert generator._generate(sample) and not searches
 
 
 def test_a_model_that_gives_no_numbers(searches: list[Any]) -> None:

@@ -15,6 +15,7 @@ from fairseq.search import BeamSearch
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from torch import Tensor
 
+from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.beam_search import Hypotheses, Rules, Search
 from surface_fusion.fast.eligibility import why_not_fast
@@ -62,8 +63,6 @@ def generate(
 
 def _is_plain(generator: Any) -> bool:
     """Whether *generator* is fairseq's own with nothing but a beam, and its one model decodes fast."""
-    from surface_fusion.decoder import SurfaceFusionDecoder
-
     model = generator.model
     ours = (
         _is_just(generator, SequenceGenerator, "finalize_hypos", "is_finished")

@@ -21,21 +21,18 @@ is left out.
 """
 
 import argparse
-import gc
-import logging
 import statistics
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-import torch
 from contenders import FAST, MODELS, OURS, SIZES, on_gpus
 from experiment import Recipe, parse, prepare, references_of, train_and_translate, work_folder
 from results import Run, positive, probability, rate, together
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
-from steady import build, rates
+from steady import be_quiet, build, forget, rates, training_data
 
 from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.scoring import score_text
@@ -64,13 +61,7 @@ def bootstrap(base: Sequence[str], other: Sequence[str], references: Sequence[st
 
 def speeds(methods: Sequence[str], recipe: Recipe, data: Path, run: Run, args: argparse.Namespace) -> None:
     """Rows of target tokens a second in training, each method alone; and of fairseq's own Transformer."""
-
-    def training_data(task: Any) -> Any:
-        task.load_dataset("train")
-        return task.dataset("train")
-
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
-    logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+    be_quiet()
     flags = [*recipe.flags(data, cpu=args.cpu, workers=0), "--distributed-world-size", "1"]
     models = {"fairseq": MODELS["fairseq"]}
     models |= {method: (*OURS, *METHODS[method], *FAST) for method in methods}
@@ -79,9 +70,7 @@ def speeds(methods: Sequence[str], recipe: Recipe, data: Path, run: Run, args: a
         found = rates(trainer, batches, *((1, 2) if args.quick else (3, 9)), args.cpu)
         run.add("methods", name, recipe.setting(), statistics.median(found), "tok/s", len(found))
         del trainer
-        gc.collect()
-        if not args.cpu:
-            torch.cuda.empty_cache()
+        forget(args.cpu)
 
 
 def main() -> None:

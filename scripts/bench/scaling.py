@@ -13,9 +13,7 @@ changes in fairseq's trainer (``surface_fusion/quick_trainer.py``), too. ``train
 """
 
 import argparse
-import gc
 import itertools
-import logging
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ import torch
 from contenders import training_flags
 from fairseq.data import Dictionary, LanguagePairDataset
 from results import Run, add_common_flags, positive, settle_common_flags
-from steady import BATCHES, build, rates
+from steady import BATCHES, be_quiet, build, forget, rates
 
 AXES = {
     "max_tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
@@ -127,17 +125,14 @@ def main() -> None:
         given = getattr(args, axis)
         axes[axis] = values if given is None else given
 
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
-    logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+    be_quiet()
     special = Dictionary().nspecial
     if any(vocab <= special for vocab in axes["vocab"]):
         parser.error(f"--vocab {min(axes['vocab'])}: {special} of these are special symbols; give more")
     run = Run("scaling", args.out, args.cpu)
     for point, dtype, contender in itertools.product(points(axes, base), args.dtype, args.contender):
         measure(run, contender, point, dtype, args)
-        gc.collect()
-        if not args.cpu:
-            torch.cuda.empty_cache()
+        forget(args.cpu)
     run.print_table()
 
 

@@ -1,6 +1,8 @@
 """The steady state of a training step: fairseq's trainer takes the same few batches over and over."""
 
+import gc
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,19 @@ from fairseq.trainer import Trainer
 
 BATCHES = 6
 """Different ones, drawn from all."""
+
+
+def be_quiet() -> None:
+    """No log of the trainings, which is much and the same each time."""
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+
+
+def training_data(task: Any) -> FairseqDataset:
+    """The real one, for :func:`build`."""
+    task.load_dataset("train")
+    dataset: FairseqDataset = task.dataset("train")
+    return dataset
 
 
 def build(
@@ -48,3 +63,10 @@ def rates(trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, c
         if i >= warm_up:
             found.append(tokens / (time.perf_counter() - start))
     return found
+
+
+def forget(cpu: bool) -> None:
+    """Give back the memory of a trainer that nobody holds any more, before the next is measured."""
+    gc.collect()
+    if not cpu:
+        torch.cuda.empty_cache()

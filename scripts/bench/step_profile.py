@@ -16,9 +16,7 @@ profiler. Milliseconds an update, the mean over all:
 """
 
 import argparse
-import gc
 import itertools
-import logging
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -29,7 +27,7 @@ import torch
 from contenders import data_folder, training_flags
 from fairseq.trainer import Trainer
 from results import Run, add_common_flags, positive, settle_common_flags
-from steady import BATCHES, build, rates
+from steady import BATCHES, be_quiet, build, forget, rates, training_data
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -114,11 +112,7 @@ def measure(
     )
     flags += ["--distributed-world-size", "1"]
 
-    def text(task: Any) -> Any:
-        task.load_dataset("train")
-        return task.dataset("train")
-
-    trainer, batches = build(flags, max_tokens, text)
+    trainer, batches = build(flags, max_tokens, training_data)
     tokens = sum(int(batch["ntokens"]) for batch in batches)
     clocked = rates(trainer, batches, 1 if args.quick else 5, args.repeat, args.cpu)
     everything = 1e3 * tokens / statistics.median(clocked) / len(batches)
@@ -155,15 +149,12 @@ def main() -> None:
     args.repeat = args.repeat or (1 if args.quick else 10)
     sizes = args.max_tokens or ([512] if args.quick else [16384, 2048])
 
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
-    logging.getLogger("surface_fusion").setLevel(logging.WARNING)
+    be_quiet()
     run = Run("profile", args.out, args.cpu)
     with data_folder(args.data, args.quick) as data:
         for max_tokens, dtype, contender in itertools.product(sizes, args.dtype, args.contender):
             measure(run, contender, max_tokens, dtype, data, args)
-            gc.collect()
-            if not args.cpu:
-                torch.cuda.empty_cache()
+            forget(args.cpu)
     run.print_table()
 
 

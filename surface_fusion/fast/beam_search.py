@@ -1,4 +1,4 @@
-"""fairseq's beam search with everything on the device: no step waits for the host, all run in CUDA graphs.
+"""fairseq's beam search, all on the device: on a GPU steps are CUDA graphs, and none waits for the host.
 
 fairseq's own loop launches some fifty operations a step and waits for the device three times: of 3.0 ms a
 step that 128 sentences with a beam of 4 take (fp16, H200), the GPU works 1.5. Here a step is the decoder's,
@@ -90,14 +90,13 @@ class Beams:
 
     def begin(self, rules: Rules, sentences: int, bos: int) -> None:
         """Before the first step of the first *sentences*, which begin with the token *bos*."""
-        self.rule(rules)
+        self._follow(rules)
         self.scores.zero_()
         self.ignored.zero_()
         self.ended.fill_(self.beam)[:sentences] = 0
         self.cache.tokens.fill_(bos)
 
-    def rule(self, rules: Rules) -> None:
-        """Take *rules* from here on."""
+    def _follow(self, rules: Rules) -> None:
         self.min_len.fill_(rules.min_len)
         self.max_len.fill_(rules.max_len)
         self.penalties.zero_()[rules.unk] -= rules.unk_penalty
@@ -105,8 +104,9 @@ class Beams:
             self.penalties[token] = -torch.inf
         self.is_eos.zero_()[rules.eos] = True
 
-    def go_on(self, other: "Beams", sentences: Tensor) -> None:
+    def go_on(self, rules: Rules, other: "Beams", sentences: Tensor) -> None:
         """Be where *other* is with its *sentences* (int64) alone, once the cache is."""
+        self._follow(rules)
         count = len(sentences)
         for mine, theirs in (
             (self.scores, other.scores),
@@ -137,23 +137,22 @@ class Beams:
         features = cache.step(model.decoder, weights, *shape, with_attention=False).features
         penalties = self.penalties.masked_fill(eos & (t < self.min_len), -torch.inf)
         penalties.masked_fill_(~eos & (t >= self.max_len), -torch.inf)
-        before, left = self.scores, None
+        before, live = self.scores, None
         if not static:
-            left = (self.ended < beam).nonzero().flatten()
-            features = features.unflatten(0, before.shape).index_select(0, left).flatten(0, 1)
-            before = before.index_select(0, left)
+            live = (self.ended < beam).nonzero().flatten()
+            features = features.unflatten(0, before.shape).index_select(0, live).flatten(0, 1)
+            before = before.index_select(0, live)
         some = max(1, MOST_LOGITS // (2 * beam * len(eos)))
         best, held = [], None
         for rows, totals in zip(features.split(some * beam), before.split(some), strict=True):
             held, *found = _best(model, rules, rows, penalties, totals, first)
             best.append(found)
         scores, chosen = (torch.cat(x) for x in zip(*best, strict=True))
-        if left is not None:
-            self._held = (
-                held  # or the C library gives the memory back, and the next step faults each page anew
-            )
-            scores = scores.new_zeros(len(self.ended), 2 * beam).index_copy_(0, left, scores)
-            chosen = chosen.new_zeros(len(self.ended), 2 * beam).index_copy_(0, left, chosen)
+        if live is not None:
+            # Else the C library gives the memory back, and the next step faults each page anew.
+            self._held = held
+            scores = scores.new_zeros(len(self.ended), 2 * beam).index_copy_(0, live, scores)
+            chosen = chosen.new_zeros(len(self.ended), 2 * beam).index_copy_(0, live, chosen)
         lanes, tokens = chosen // len(eos), chosen % len(eos)
 
         ended = tokens.eq(rules.eos) & scores.ne(-torch.inf)
@@ -236,8 +235,7 @@ class Search:
             left = waiting.left_before(t)
             if left == 0:
                 break
-            cache = state.lease.cache
-            if t == cache.length or self.decoding.is_wasteful(state, left):
+            if self.decoding.must_move(state, left):
                 self._keep(beams, since, t)
                 unfinished = (beams.ended[: len(self.left)] < state.beam).nonzero().flatten()
                 if len(unfinished) == 0:
@@ -246,8 +244,7 @@ class Search:
                 self.left, since = self.left[unfinished.cpu()], t
                 self.decoding.move(self.model.decoder, state, unfinished)
                 before, beams = beams, self._beams()
-                beams.rule(self.rules)
-                beams.go_on(before, unfinished)
+                beams.go_on(self.rules, before, unfinished)
             self.decoding.search_step(state, beams, self.model, self.rules)
             waiting.read_after(t, beams.left)
         self._keep(beams, since, state.decoded)
@@ -260,18 +257,18 @@ class Search:
         return lease.beams
 
     def _keep(self, beams: Beams, since: int, until: int) -> None:
-        """Remember what happened on a cache, which another batch may use from here on."""
+        """Remember on the CPU what happened on a cache, which others may use from here on."""
         count = len(self.left)
-        history = History(*(x[since:until, :count].clone() for x in beams.history))
+        history = History(*(x[since:until, :count].to("cpu", copy=True) for x in beams.history))
         self._done.append((since, self.left, history))
 
     def _history(self) -> History:
-        """Of all sentences, on the CPU; where a sentence was not searched any more, nothing ends."""
+        """Of all sentences; where one was not searched any more, nothing ends."""
         steps, beam = self.state.decoded, self.state.beam
-        whole = History(*(x.new_zeros(steps, self.sentences, beam, device="cpu") for x in self._done[0][2]))
+        whole = History(*(x.new_zeros(steps, self.sentences, beam) for x in self._done[0][2]))
         for since, sentences, part in self._done:
             for into, x in zip(whole, part, strict=True):
-                into[since : since + len(x), sentences] = x.cpu()
+                into[since : since + len(x), sentences] = x
         return whole
 
 

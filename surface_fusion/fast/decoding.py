@@ -164,9 +164,7 @@ class FastDecoding:
                 f"incremental decoding got tokens of shape {tuple(tokens.shape)} where "
                 f"{(len(state.slots), state.decoded + 1)} was next; decode one token a call, or set sf_plain"
             )
-        if state.decoded == state.lease.cache.length or self.is_wasteful(
-            state, len(state.slots) // state.beam
-        ):
+        if self.must_move(state, len(state.slots) // state.beam):
             self.move(decoder, state, state.sentences())
         cache = state.lease.cache
         cache.tokens.index_copy_(0, state.slots, tokens[:, -1])
@@ -196,11 +194,12 @@ class FastDecoding:
             length, source = max(SMALLEST, round_up(length)), max(SMALLEST, round_up(source))
         return length, source
 
-    def is_wasteful(self, state: DecodeState, sentences: int | None) -> bool:
-        """Whether the cache is too large for so many (None: unknown) to go on with."""
-        largest = state.lease.cache.sentences
-        most = (0.25 if self._is_static(state.slots) else 0.75) * largest
-        return sentences is not None and largest > 1 and sentences <= most
+    def must_move(self, state: DecodeState, sentences: int | None) -> bool:
+        """Whether the cache is full, or too large for so many sentences (None: unknown) to go on with."""
+        cache = state.lease.cache
+        most = (0.25 if self._is_static(state.slots) else 0.75) * cache.sentences
+        too_large = sentences is not None and cache.sentences > 1 and sentences <= most
+        return state.decoded == cache.length or too_large
 
     def reorder(self, decoder: Any, state: DecodeState, new_order: Tensor) -> None:
         """Row i becomes row ``new_order[i]``; sentences that are not in it have ended."""

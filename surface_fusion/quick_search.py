@@ -12,7 +12,12 @@ from typing import Any, Optional
 
 import torch
 from fairseq.search import BeamSearch
-from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq.sequence_generator import (
+    EnsembleModel,
+    EnsembleModelWithAlignment,
+    SequenceGenerator,
+    SequenceGeneratorWithAlignment,
+)
 from torch import Tensor
 
 from surface_fusion.decoder import SurfaceFusionDecoder
@@ -21,6 +26,8 @@ from surface_fusion.fast.beam_search import Hypotheses, Rules, Search
 from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.groups import layers_of
 
+GENERATORS = SequenceGenerator, SequenceGeneratorWithAlignment
+ENSEMBLES = EnsembleModel, EnsembleModelWithAlignment
 Translations = list[list[dict[str, Tensor]]]
 
 
@@ -42,7 +49,7 @@ def generate(
     unusual |= not (bos_token is None or isinstance(bos_token, int)) or torch.is_grad_enabled()
     if unusual or not _is_plain(generator):
         return original(generator, sample, prefix_tokens, constraints, bos_token)
-    source = net_input["src_tokens"].shape[1]
+    source, model = net_input["src_tokens"].shape[1], generator.model.single_model
     rules = Rules(
         eos=generator.eos,
         never=(generator.pad, *_suppressed(generator)),
@@ -51,10 +58,10 @@ def generate(
         temperature=generator.temperature,
         min_len=generator.min_len,
         max_len=min(int(generator.max_len_a * source + generator.max_len_b), generator.max_len - 1),
+        with_attention=bool(layers_of(model.decoder)[-1].need_attn),
     )
     if rules.max_len < max(rules.min_len, 0):
         return original(generator, sample, prefix_tokens, constraints, bos_token)  # it says so
-    model = generator.model.single_model
     encoder_out = model.encoder.forward_torchscript(net_input)
     search = Search(model, encoder_out, generator.beam_size, rules)
     found = search.run(generator.eos if bos_token is None else bos_token)
@@ -65,25 +72,25 @@ def _is_plain(generator: Any) -> bool:
     """Whether *generator* is fairseq's own with nothing but a beam, and its one model decodes fast."""
     model = generator.model
     ours = (
-        _is_just(generator, SequenceGenerator, "finalize_hypos", "is_finished")
-        and _is_just(generator.search, BeamSearch, "step")
-        and _is_just(model, EnsembleModel, "forward_decoder")
+        _is_just(generator, GENERATORS, "finalize_hypos", "is_finished")
+        and _is_just(generator.search, (BeamSearch,), "step")
+        and _is_just(model, ENSEMBLES, "forward_decoder")
         and model.models_size == 1
-        and _is_just(getattr(model.single_model, "decoder", None), SurfaceFusionDecoder, "forward")
+        and _is_just(getattr(model.single_model, "decoder", None), (SurfaceFusionDecoder,), "forward")
     )
     if not ours or generator.match_source_len or generator.repeat_ngram_blocker or generator.lm_model:
         return False
+    if getattr(model.single_model, "full_context_alignment", False):
+        return False  # it reads the translations once more, on the GPU
     decoder = model.single_model.decoder
     barred = 3 + len(_suppressed(generator))
     few = 2 * generator.beam_size + barred > generator.vocab_size  # then it chooses among what is barred
-    if few or decoder.training or why_not_fast(decoder) is not None:
-        return False
-    return not layers_of(decoder)[-1].need_attn
+    return not (few or decoder.training or why_not_fast(decoder) is not None)
 
 
-def _is_just(thing: Any, kind: type, *methods: str) -> bool:
-    """Whether *thing* is a *kind* that nobody has made anything else of."""
-    return type(thing) is kind and not any(method in vars(thing) for method in methods)
+def _is_just(thing: Any, kinds: tuple[type, ...], *methods: str) -> bool:
+    """Whether *thing* is one of *kinds* that nobody has made anything else of."""
+    return type(thing) in kinds and not any(method in vars(thing) for method in methods)
 
 
 def _suppressed(generator: Any) -> list[int]:
@@ -101,14 +108,17 @@ def _as_fairseqs(found: Hypotheses, sentences: int, generator: Any) -> Translati
     gains[:, 1:] -= found.totals[:, :-1]
     within = torch.arange(found.tokens.shape[1]) < found.length.unsqueeze(1)
     columns = found.tokens[within].split(lengths), scores.unbind(), gains[within].split(lengths)
+    source = found.attention.shape[2]
+    read = [
+        x[:length].t() if source else torch.empty(0)
+        for x, length in zip(found.attention, lengths, strict=True)
+    ]
     ranked: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
-    for sentence, value, tokens, score, gain in zip(
-        found.sentence.tolist(), scores.tolist(), *columns, strict=True
+    for sentence, value, tokens, score, gain, attention in zip(
+        found.sentence.tolist(), scores.tolist(), *columns, read, strict=True
     ):
-        hypothesis = {"tokens": tokens, "score": score, "positional_scores": gain}
-        ranked[sentence].append(
-            (value, {**hypothesis, "attention": torch.empty(0), "alignment": torch.empty(0)})
-        )
+        hypothesis = {"tokens": tokens, "score": score, "positional_scores": gain, "attention": attention}
+        ranked[sentence].append((value, {**hypothesis, "alignment": torch.empty(0)}))
     empty = [i for i, several in enumerate(ranked) if not several]
     if empty:
         raise SurfaceFusionError(

@@ -17,6 +17,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fairseqs_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where something unusual is asked for."""
+    monkeypatch.setattr(quick_search, "_is_plain", lambda generator: False)
+
+
 def hypotheses(model: Any, dictionary: Any, **options: Any) -> list[list[dict[str, torch.Tensor]]]:
     generator = SequenceGenerator([model], dictionary, beam_size=3, max_len_b=9, **options)
     net = {k: v for k, v in batch()["net_input"].items() if k != "prev_output_tokens"}

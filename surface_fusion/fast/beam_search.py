@@ -35,10 +35,12 @@ class Rules:
     min_len: int
     max_len: int
     """Tokens before the end."""
+    with_attention: bool
+    """Whether what the last layer reads of the source is kept."""
 
 
 class History(NamedTuple):
-    """What happened in T steps: each is T x S x B."""
+    """What happened in T steps: each is T x S x B, but for the last."""
 
     lanes: Tensor
     """int64: which lane each hypothesis continues."""
@@ -52,6 +54,8 @@ class History(NamedTuple):
     """int64: which."""
     end_totals: Tensor
     """With what score."""
+    attention: Tensor
+    """float32, T x S x B x source: what each hypothesis read before it was continued; source 0: not kept."""
 
 
 class Beams:
@@ -86,7 +90,15 @@ class Beams:
             self.ignored.new_zeros(cache.length, *shape),
             integers(cache.length, *shape),
             self.scores.new_zeros(cache.length, *shape),
+            torch.zeros(cache.length, *shape, 0, device=cache.rows.device),
         )
+
+    @torch.inference_mode(False)
+    def keep_attention(self) -> None:
+        """From here on, where the decoder's last layer gives it."""
+        kept = self.history.attention
+        if kept.shape[-1] == 0:
+            self.history = self.history._replace(attention=kept.new_zeros(*kept.shape[:3], self.cache.source))
 
     def begin(self, rules: Rules, sentences: int, bos: int) -> None:
         """Before the first step of the first *sentences*, which begin with the token *bos*."""
@@ -134,7 +146,10 @@ class Beams:
         """
         cache, beam, eos = self.cache, self.beam, self.is_eos
         t = cache.position.clone()
-        features = cache.step(model.decoder, weights, *shape, with_attention=False).features
+        features, read = cache.step(model.decoder, weights, *shape, rules.with_attention)
+        if read is not None:
+            read = read.float().view(1, *self.scores.shape, -1)
+            self.history.attention[..., : shape[1]].index_copy_(0, t, read)
         penalties = self.penalties.masked_fill(eos & (t < self.min_len), -torch.inf)
         penalties.masked_fill_(~eos & (t >= self.max_len), -torch.inf)
         before, live = self.scores, None
@@ -160,7 +175,8 @@ class Beams:
         passed = torch.cat([ends | self.ignored, ended[:, beam:]], dim=1)
         rank, going_on = (passed * 2 * beam + self.ranks).topk(beam, largest=False)
         after = [x.gather(1, going_on) for x in (lanes, tokens, scores)]
-        for kept, new in zip(self.history, (*after, ends, lanes[:, :beam], scores[:, :beam]), strict=True):
+        happened = (*after, ends, lanes[:, :beam], scores[:, :beam])
+        for kept, new in zip(self.history[: len(happened)], happened, strict=True):
             kept.index_copy_(0, t, new.unsqueeze(0))
         self.ignored.copy_(rank >= 2 * beam)
         self.ended.add_(ends.sum(dim=1))
@@ -205,6 +221,8 @@ class Hypotheses(NamedTuple):
     """int64, N x T; behind a hypothesis's end there is anything."""
     totals: Tensor
     """N x T: the score after each token."""
+    attention: Tensor
+    """N x T x source: where each token was chosen from; source 0: not kept."""
 
 
 class Search:
@@ -254,18 +272,21 @@ class Search:
         lease = self.state.lease
         if lease.beams is None:
             lease.beams = Beams(lease.cache, self.model.decoder)
+        if self.rules.with_attention:
+            lease.beams.keep_attention()
         return lease.beams
 
     def _keep(self, beams: Beams, since: int, until: int) -> None:
         """Remember on the CPU what happened on a cache, which others may use from here on."""
-        count = len(self.left)
-        history = History(*(x[since:until, :count].to("cpu", copy=True) for x in beams.history))
+        count, source = len(self.left), self.state.source if self.rules.with_attention else 0
+        parts = beams.history._replace(attention=beams.history.attention[..., :source])
+        history = History(*(x[since:until, :count].to("cpu", copy=True) for x in parts))
         self._done.append((since, self.left, history))
 
     def _history(self) -> History:
         """Of all sentences; where one was not searched any more, nothing ends."""
-        steps, beam = self.state.decoded, self.state.beam
-        whole = History(*(x.new_zeros(steps, self.sentences, beam) for x in self._done[0][2]))
+        steps = self.state.decoded
+        whole = History(*(x.new_zeros(steps, self.sentences, *x.shape[2:]) for x in self._done[0][2]))
         for since, sentences, part in self._done:
             for into, x in zip(whole, part, strict=True):
                 into[since : since + len(x), sentences] = x
@@ -298,7 +319,7 @@ class Waiting:
 
 def hypotheses(history: History, eos: int) -> Hypotheses:
     """The first B hypotheses of each sentence that end in *history*, T x S x B."""
-    lanes, tokens, totals, ends, end_lanes, end_totals = history
+    lanes, tokens, totals, ends, end_lanes, end_totals, attention = history
     steps, sentences, beam = ends.shape
     in_order = ends.transpose(0, 1).reshape(sentences, -1)
     first = in_order & (in_order.cumsum(dim=1) <= beam)
@@ -307,10 +328,12 @@ def hypotheses(history: History, eos: int) -> Hypotheses:
     lane = end_lanes[last, sentence, rank]
     found_tokens = torch.full((len(sentence), steps), eos)
     found_totals = end_totals[last, sentence, rank].unsqueeze(1).repeat(1, steps)
+    readers = lane.unsqueeze(1).repeat(1, steps)
     for t in reversed(range(steps - 1)):
         before = t < last
         chosen = t, sentence, lane
         found_tokens[:, t] = torch.where(before, tokens[chosen], eos)
         found_totals[:, t] = torch.where(before, totals[chosen], found_totals[:, t])
-        lane = torch.where(before, lanes[chosen], lane)
-    return Hypotheses(sentence, last + 1, found_tokens, found_totals)
+        readers[:, t] = lane = torch.where(before, lanes[chosen], lane)
+    read = attention[torch.arange(steps), sentence.unsqueeze(1), readers]
+    return Hypotheses(sentence, last + 1, found_tokens, found_totals, read)

@@ -183,7 +183,8 @@ class FastDecoding:
         weights = self._weights
         assert weights is not None
         how = self._next_shape(state), state.decoded == 1, self._is_static(state.slots)
-        key = (*how, rules.eos, rules.temperature)  # the other rules are on the device
+        # The other rules are on the device.
+        key = (*how, rules.eos, rules.temperature, rules.with_attention)
         self._run(model.decoder, state.lease, key, lambda: beams.step(model, weights, rules, *how))
 
     def _next_shape(self, state: DecodeState) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fairseq.search import BeamSearch, DiverseBeamSearch
-from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
+from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
 from tiny import EOS, SHARED, VOCAB, batch, build, shaken
 from torch import Tensor
 
@@ -153,6 +153,50 @@ def test_other_precisions(flags: tuple[str, ...], dtype: torch.dtype, searches: 
     assert searches and found[0][0]["score"].dtype == expected[0][0]["score"].dtype
 
 
+def test_what_each_token_was_chosen_from(searches: list[Any]) -> None:
+    """As validation with ``--eval-bleu`` asks for it; caches are left, and used again without and with it."""
+    for static in (False, True):
+        model = model_that_ends(*HARD, seed=3, often=3)
+        model.decoder.fast_decoding.static = static
+        generator = generator_of(model, max_len_b=75)
+        for wanted in (False, True, False, True):
+            model.decoder.layers[-1].need_attn = wanted
+            for seed, sentences in ((5, 17), (2, 6)):
+                found = translations(generator, seed, sentences)
+                assert_same(found, translations(generator, seed, sentences, plain=True))
+                source = 2 + max((seed + 3 * i) % 7 for i in range(sentences))
+                shape = (source, len(found[0][0]["tokens"])) if wanted else (0,)
+                assert found[0][0]["attention"].shape == shape
+    assert len(searches) == 16
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_alignments(kind: str, searches: list[Any]) -> None:
+    """``--print-alignment``."""
+    model = model_that_ends(*HARD)
+    model.decoder.layers[-1].need_attn = True
+    dictionary = build(SHARED)[1].target_dictionary
+    generator = SequenceGeneratorWithAlignment(
+        [model], dictionary, beam_size=3, max_len_b=12, print_alignment=kind
+    )
+    found = translations(generator, 1)
+    assert len(searches) == 1
+    model.decoder.cfg.sf_plain = True  # and now by fairseq's loop
+    expected = translations(generator, 1)
+    assert len(searches) == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            numbers = [
+                torch.tensor([[float(x) for x in row] for row in hypothesis["alignment"]])
+                for hypothesis in (one, other)
+            ]
+            torch.testing.assert_close(*numbers, atol=2e-6, rtol=0)  # soft ones have six digits
+            assert len(numbers[0])
+    model.decoder.cfg.sf_plain, model.full_context_alignment = False, True
+    translations(generator, 1)
+    assert len(searches) == 1  # fairseq would read hypotheses on the CPU with a model on the GPU
+
+
 def test_hypotheses_share_nothing(searches: list[Any]) -> None:
     found = translations(generator_of(model_that_ends(*HARD)), 1)
     for name in ("attention", "alignment"):
@@ -201,9 +245,6 @@ class OtherEnsemble(EnsembleModel):
 
 
 WHOSE = {
-    "attention": lambda generator: setattr(
-        generator.model.single_model.decoder.layers[-1], "need_attn", True
-    ),
     "ensemble": lambda generator: generator.model.__init__([generator.model.single_model] * 2),
     "another ensemble": lambda generator: setattr(generator.model, "__class__", OtherEnsemble),
     "another generator": lambda generator: setattr(generator, "__class__", Other),
@@ -257,12 +298,15 @@ def test_hypotheses_are_read_backwards() -> None:
     ends = torch.tensor([[[False, False]], [[False, True]], [[True, True]]])
     end_lanes = torch.tensor([[[0, 0]], [[0, 1]], [[0, 1]]])
     end_totals = torch.tensor([[[0.0, 0.0]], [[0.0, -2.5]], [[-3.5, -4.5]]])
-    found = hypotheses(History(lanes, tokens, totals, ends, end_lanes, end_totals), EOS)
+    attention = torch.arange(12.0).view(3, 1, 2, 2)  # 4 t + 2 lane + source
+    found = hypotheses(History(lanes, tokens, totals, ends, end_lanes, end_totals, attention), EOS)
     assert found.sentence.tolist() == [0, 0]  # the third comes too late
     assert found.length.tolist() == [2, 3]
     assert found.tokens.tolist() == [[6, EOS, EOS], [6, 7, EOS]]
     assert found.totals[0, :2].tolist() == [-2.0, -2.5]
     assert found.totals[1].tolist() == [-2.0, -3.0, -3.5]
+    assert found.attention[0, :2].tolist() == [[0, 1], [6, 7]]
+    assert found.attention[1].tolist() == [[0, 1], [6, 7], [8, 9]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -273,6 +317,7 @@ def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
     model = model_that_ends(*flags).cuda()
     generator = generator_of(model, **options)
     for seed, sentences in enumerate((17, 6, 17, 16, 1, 17, 6)):
+        model.decoder.layers[-1].need_attn = seed in (2, 3, 5)
         found = translations(generator, seed, sentences)
         assert not found[0][0]["tokens"].is_cuda
         assert_same(found, translations(generator, seed, sentences, plain=True))

@@ -23,7 +23,7 @@ import omegaconf
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import data_utils
-from fairseq.data.iterators import EpochBatchIterator
+from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 from fairseq.ngram_repeat_block import NGramRepeatBlock
@@ -40,6 +40,7 @@ from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
+from surface_fusion.while_waiting import fetch_while_waiting
 
 logger = logging.getLogger(__name__)
 
@@ -302,6 +303,7 @@ def apply() -> None:
     _wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     _wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     _wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
+    _wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)
     _wrap(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
     _wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
     _wrap(Trainer, "get_train_iterator", group_evenly)

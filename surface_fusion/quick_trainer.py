@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from surface_fusion import early_sums
+from surface_fusion.while_waiting import hold
 
 
 class ReadOnceConfig(DictConfig):
@@ -55,6 +56,7 @@ def build_quickly(
     if hasattr(criterion, "prepare"):
         criterion.prepare(model, cfg)
     init(trainer, cfg, task, model, criterion, *args, **kwargs)
+    _read_once(getattr(task, "cfg", None))
     given = [name for name in trainer.cfg if not OmegaConf.is_missing(trainer.cfg, name)]
     for section in (trainer.cfg, *(trainer.cfg[name] for name in given)):
         _read_once(section)
@@ -103,6 +105,8 @@ def announce_sums(
 ) -> Any:
     """fairseq's ``Trainer.train_step``, whose statistics a criterion may sum early (``early_sums.py``)."""
     early = early_sums.of(trainer)
+    if early is not None and trainer.cuda:
+        hold(samples)
     if early is not None and trainer._sync_stats():
         extra = [trainer._local_cumulative_training_time(), *_norm_slots(trainer)]
         early.announce(extra, trainer.data_parallel_process_group)

@@ -21,6 +21,7 @@ from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack, pack_static
+from surface_fusion.while_waiting import gpu_has_work
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,9 @@ class PackedStep:
         """Losses without dropout and gradients."""
         self.packed.training = False
         with torch.no_grad():
-            return self.losses(pack(*_tokens(sample), self.padding_idx))
+            losses = self.losses(pack(*_tokens(sample), self.padding_idx))
+        gpu_has_work()
+        return losses
 
     def train(
         self,
@@ -97,6 +100,7 @@ class PackedStep:
             self._graphs.record_pending()
         else:
             losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
+        gpu_has_work()
 
         def run(scale: Tensor) -> None:
             if last and before_last is not None:

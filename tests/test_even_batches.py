@@ -12,6 +12,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion import compat
 from surface_fusion.even_batches import group_evenly
+from surface_fusion.fast.packed import capacity_for
 
 
 class Pairs(FairseqDataset):
@@ -58,6 +59,27 @@ def test_batches_of_one_update_cost_the_same() -> None:
     dataset = Pairs()
     assert imbalance(dataset, wrapped=False) > 1.03
     assert imbalance(dataset) < 1.02
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_on_gpus_rounded_costs_are_above_all_alike(cuda: bool) -> None:
+    """A CUDA graph takes as long for any batch that fits. In batches of several sizes and widths."""
+    dataset, rng = Pairs(), np.random.RandomState(1)
+    ends = np.cumsum(rng.randint(100, 200, 5))
+    batches = [part.tolist() for part in np.split(np.arange(600), ends[ends < 600])]
+    batches += [rng.choice(600, rng.randint(100, 300), replace=False).tolist() for _ in range(60)]
+
+    def rounded(batch: list[int]) -> int:
+        src, tgt = dataset.src_sizes[batch], dataset.tgt_sizes[batch]
+        return capacity_for(len(batch), int(src.max()), int(tgt.max()), int(tgt.sum())).cost
+
+    iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
+    found = group_evenly(lambda trainer: iterator, Namespace(cuda=cuda)).frozen_batches
+    assert sorted(found) == sorted(batches)
+    if cuda:
+        assert found == tuple(sorted(batches, key=lambda x: (rounded(x), dataset.cost(x)), reverse=True))
+    else:
+        assert found == tuple(sorted(batches, key=dataset.cost, reverse=True))
 
 
 def test_the_batches_are_fairseqs() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
-from fairseq.data import data_utils
+from fairseq.data import ConcatDataset, data_utils
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
@@ -186,6 +186,17 @@ def skip_overlong_sentences() -> None:
     _wrap(FairseqTask, "filter_indices_by_size", keep_short)
 
 
+def mend_data_in_parts() -> None:
+    """Let ``train``, ``train1`` ... be read without ``--upsample-primary`` (fs 3644, whose default is -1)."""
+
+    def init(original: Callable[..., None], self: Any, datasets: Any, sample_ratios: Any = 1) -> None:
+        if not isinstance(sample_ratios, int):
+            sample_ratios = [1 if ratio < 0 else ratio for ratio in sample_ratios]
+        original(self, datasets, sample_ratios)
+
+    _wrap(ConcatDataset, "__init__", init)
+
+
 def mend_diverse_beam() -> None:
     """Let ``--diverse-beam-groups`` work on any batch: fairseq takes sentence ids for row numbers."""
 
@@ -293,6 +304,7 @@ def apply() -> None:
     _wrap(Trainer, "train_step", leave_out_dummies)
     _wrap(Trainer, "train_step", quick_trainer.announce_sums)
     skip_overlong_sentences()
+    mend_data_in_parts()
     mend_diverse_beam()
     mend_ngram_blocking()
     mend_replace_unk()

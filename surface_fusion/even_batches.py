@@ -2,9 +2,9 @@
 
 GPUs wait for each other in every update. fairseq groups neighbours in its order by length, whose numbers of
 tokens differ: on 103,000 sentence pairs in batches of 16,384 the larger of two was 15 % above their mean (4 %
-with the padding counted). In an order by tokens it is 0.5 % (2.5 %). A GPU's time goes with the rows of a CUDA
-graph, which are rounded up; in an order by tokens those of the larger of two were 0.7 % above their mean (on
-621,000 pairs), so on GPUs these rows come first.
+with the padding counted). In an order by tokens it is 0.5 % (2.5 %). A GPU's time goes with the rows of
+CUDA graphs, which are rounded up: 0.7 % above the mean in an order by tokens (on 621,000 pairs), so that on
+GPUs these rows come first.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
-from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationConfig
 
 
 def fails(function, *args, error=Exception, **kwargs) -> bool:
@@ -53,6 +54,13 @@ def overlong_sentence_is_fatal() -> bool:
     data = LanguagePairDataset(rows, sizes, words)
     task = FairseqTask(argparse.Namespace())
     return fails(task.filter_indices_by_size, np.arange(2), data, 10)
+
+
+def data_in_parts_needs_a_flag() -> bool:
+    part = argparse.Namespace(sizes=np.arange(3))
+    parts = ConcatDataset.__new__(ConcatDataset)
+    parts.datasets, parts.sample_ratios = [part, part], [TranslationConfig().upsample_primary, 1]
+    return fails(lambda: parts.sizes, error=ValueError)
 
 
 def ngrams_are_repeated() -> bool:
@@ -129,6 +137,7 @@ if __name__ == "__main__":
         namespace_refused,
         last_batch_lost,
         overlong_sentence_is_fatal,
+        data_in_parts_needs_a_flag,
         diverse_beam_fails,
         ngrams_are_repeated,
         replace_unk_needs_a_file,

@@ -22,8 +22,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, hub_utils, search, tasks, utils
 from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
 from surface_fusion import SurfaceFusionError, quiet
@@ -33,6 +35,7 @@ TROUBLES = (
     "namespace_refused",
     "last_batch_lost",
     "overlong_sentence_is_fatal",
+    "data_in_parts_needs_a_flag",
     "diverse_beam_fails",
     "ngrams_are_repeated",
     "replace_unk_needs_a_file",
@@ -210,6 +213,27 @@ def test_nothing_left_is_an_error() -> None:
 
 
 # -- search -------------------------------------------------------------------------------------
+
+
+def test_data_in_parts(tmp_path: Path) -> None:
+    """As without ``--upsample-primary``, and as with it."""
+    folder = tmp_path / "data-bin"
+    shutil.copytree(data_folder(), folder)
+    for part, count in (("train", 2), ("train1", 3)):
+        for language in ("en", "ro"):
+            prefix = str(folder / f"{part}.en-ro.{language}")
+            builder = MMapIndexedDatasetBuilder(f"{prefix}.bin")
+            for i in range(count):
+                builder.add_item(torch.tensor([5 + i, 2]))
+            builder.finalize(f"{prefix}.idx")
+    for primary, expected in ((-1, [0, 1, 0, 1, 2]), (1, [0, 1, 0, 1, 2]), (2, [0, 1, 0, 1, 0, 1, 2])):
+        cfg = TranslationConfig(data=str(folder), source_lang="en", target_lang="ro")
+        cfg.upsample_primary, cfg.dataset_impl = primary, "mmap"
+        task = tasks.translation.TranslationTask.setup_task(cfg)
+        task.load_dataset("train", combine=True)
+        data = task.dataset("train")
+        assert [int(data[i]["source"][0]) - 5 for i in range(len(data))] == expected
+        assert len(data.src_sizes) == len(data)
 
 
 def test_diverse_beam_takes_sentence_ids() -> None:

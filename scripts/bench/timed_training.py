@@ -10,6 +10,7 @@ second epoch, whichever is later; or after MOST updates. OUT.json:
 * ``pauses``: [updates done, seconds] of each start of an epoch but the first, from the end of the last update
   until the first batch has come from the data loader;
 * ``steady_from``: number of updates after which the steady state begins, or null;
+* ``pairs``: sentence pairs in the training set;
 * ``peak_gib``: GPU memory taken from the driver, on a CPU the process's resident memory.
 """
 
@@ -38,6 +39,7 @@ class Clock:
         self.tokens: list[int] = []
         self.pauses: list[tuple[int, float]] = []
         self.steady_from: int | None = None
+        self.pairs = 0
         self.peak_gib = 0.0
         self._start = 0.0
         self._epochs = 0
@@ -51,6 +53,7 @@ class Clock:
     def begin_epoch(self, original: Callable[..., Any], trainer: Any, epoch: int) -> Any:
         """fairseq's ``Trainer.begin_epoch``."""
         self._epochs += 1
+        self.pairs = len(trainer.task.dataset(trainer.cfg.dataset.train_subset))
         if self._epochs == 1:
             trainer.cfg.optimization.max_update = self.most
         else:
@@ -77,7 +80,7 @@ class Clock:
 
     def record(self) -> dict[str, Any]:
         """The content of OUT.json."""
-        names = ("seconds", "tokens", "pauses", "steady_from", "peak_gib")
+        names = ("seconds", "tokens", "pauses", "steady_from", "pairs", "peak_gib")
         return {name: getattr(self, name) for name in names}
 
 

@@ -200,6 +200,7 @@ def main() -> None:
             records = timed_training([*flags, "--no-save"], gpus=gpus, device=device, **limits)
             setting = {"max_tokens": max_tokens, "dtype": dtype, "mode": "hard", "gpus": gpus}
             setting |= {"size": size} if size != "base" else {}
+            setting["pairs"] = records[0]["pairs"]
             peak = max(record["peak_gib"] for record in records)
             run.add("memory", contender, {"part": "training", **setting}, peak, "GiB")
             rate, n = cold_rate(records, cold)

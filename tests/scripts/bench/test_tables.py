@@ -171,7 +171,7 @@ def test_trainings_in_two_processes(run: Callable[..., None], tmp_path: Path) ->
     rows = script("results").read_rows(out)
     assert [r.table for r in rows] == ["memory", "train", "train", "train"]
     assert all(r.contender == "fast" and "gpus=2" in r.setting and r.value > 0 for r in rows)
-    assert all(";size=tiny" in r.setting for r in rows), "never to be taken for the README's model"
+    assert all(";size=tiny;pairs=220" in r.setting for r in rows), "never to be taken for the README's"
     assert [r.n for r in rows] == [1, 1, 2, 2]
     assert len({r.run for r in rows}) == 1
 

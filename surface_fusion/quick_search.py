@@ -80,12 +80,17 @@ def _is_plain(generator: Any) -> bool:
     )
     if not ours or generator.match_source_len or generator.repeat_ngram_blocker or generator.lm_model:
         return False
-    if getattr(model.single_model, "full_context_alignment", False):
-        return False  # it reads the translations once more, on the GPU
+    if type(generator) is SequenceGeneratorWithAlignment and _reads_again(model.single_model):
+        return False
     decoder = model.single_model.decoder
     barred = 3 + len(_suppressed(generator))
     few = 2 * generator.beam_size + barred > generator.vocab_size  # then it chooses among what is barred
     return not (few or decoder.training or why_not_fast(decoder) is not None)
+
+
+def _reads_again(model: Any) -> bool:
+    """Whether alignments are those of the finished translation, which fairseq then wants on the GPU."""
+    return bool(getattr(model, "full_context_alignment", False))
 
 
 def _is_just(thing: Any, kinds: tuple[type, ...], *methods: str) -> bool:
@@ -117,8 +122,14 @@ def _as_fairseqs(found: Hypotheses, sentences: int, generator: Any) -> Translati
     for sentence, value, tokens, score, gain, attention in zip(
         found.sentence.tolist(), scores.tolist(), *columns, read, strict=True
     ):
-        hypothesis = {"tokens": tokens, "score": score, "positional_scores": gain, "attention": attention}
-        ranked[sentence].append((value, {**hypothesis, "alignment": torch.empty(0)}))
+        hypothesis = {
+            "tokens": tokens,
+            "score": score,
+            "attention": attention,
+            "alignment": torch.empty(0),
+            "positional_scores": gain,
+        }
+        ranked[sentence].append((value, hypothesis))
     empty = [i for i, several in enumerate(ranked) if not several]
     if empty:
         raise SurfaceFusionError(

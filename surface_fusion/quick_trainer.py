@@ -22,11 +22,14 @@ from surface_fusion.while_waiting import hold
 
 
 class ReadOnceConfig(DictConfig):
-    """A configuration that looks each value up once, and again after it was set."""
+    """A configuration that looks each value up once, and again after it was set or removed.
+
+    What refers to another value is looked up always.
+    """
 
     def __getattr__(self, key: str) -> Any:
         value = super().__getattr__(key)
-        if not key.startswith("_"):
+        if not key.startswith("_") and not OmegaConf.is_interpolation(self, key):
             self.__dict__[key] = value
         return value
 
@@ -37,6 +40,19 @@ class ReadOnceConfig(DictConfig):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.__dict__.pop(key, None)
         super().__setitem__(key, value)
+
+    def __delattr__(self, key: str) -> None:
+        self.__dict__.pop(key, None)
+        super().__delattr__(key)
+
+    def __delitem__(self, key: Any) -> None:
+        self.__dict__.pop(key, None)
+        super().__delitem__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As omegaconf's."""
+        self.__dict__.pop(key, None)
+        return super().pop(key, *default)
 
 
 def build_quickly(

@@ -7,13 +7,17 @@ of two threads only one runs Python at a time.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from typing import Any
 
 LONGEST = 0.1
-"""Seconds after which a batch is fetched whether or not the GPU has work."""
+"""Seconds: between two updates there are fewer, so that afterwards batches are fetched as they are wanted."""
+
+LOOK_AGAIN = 0.002
+"""Seconds after which the thread looks whether the buffer is still half full."""
 
 _gpu_has_work = threading.Event()
 _gpu_has_work.set()  # until somebody knows better
@@ -40,21 +44,26 @@ def hold(samples: Any) -> None:
 
 
 def fetch_while_waiting(create_consumer: Callable[[Any], None], buffered: Any) -> None:
-    """fairseq's ``BufferedIterator._create_consumer``; its thread has time while the buffer is half full."""
+    """fairseq's ``BufferedIterator._create_consumer``; its thread has time while half the buffer is full."""
     source = buffered._iterable
-    buffered._iterable = _in_time(source, buffered._queue)
+    buffered._iterable = _InTime(source, buffered._queue)
     create_consumer(buffered)
     buffered._iterable = source
 
 
-def _in_time(source: Any, into: "Queue[Any]") -> Iterator[Any]:
-    batches = iter(source)
-    while True:
-        if 2 * into.qsize() > into.maxsize:
-            _gpu_has_work.wait(LONGEST)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        yield batch
-        del batch  # else it lives for as long as the next is waited for
+class _InTime:
+    """The batches of *source*, which leave for the queue *into*."""
+
+    def __init__(self, source: Any, into: "Queue[Any]") -> None:
+        self.source, self.into = source, into
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.source:
+            yield batch
+            self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + LONGEST
+        while 2 * self.into.qsize() > self.into.maxsize and not _gpu_has_work.wait(LOOK_AGAIN):
+            if time.monotonic() > until:
+                _gpu_has_work.set()  # nobody trains

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, hub_utils, search, tasks, utils
-from fairseq.data import Dictionary, LanguagePairDataset, data_utils
+from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
@@ -234,6 +234,7 @@ def test_data_in_parts(tmp_path: Path) -> None:
         data = task.dataset("train")
         assert [int(data[i]["source"][0]) - 5 for i in range(len(data))] == expected
         assert len(data.src_sizes) == len(data)
+    assert len(ConcatDataset([data, data], 2)) == 4 * len(data)
 
 
 def test_diverse_beam_takes_sentence_ids() -> None:

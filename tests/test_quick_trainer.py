@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def cfg() -> DictConfig:
     return OmegaConf.create(OmegaConf.structured(FairseqConfig()))
 
 
-def built(cfg: DictConfig, criterion: object = None) -> Any:
+def built(cfg: DictConfig, criterion: object = None, task: object = None) -> Any:
     trainer = Trainer.__new__(Trainer)
-    build_quickly(Trainer.__init__, trainer, cfg, None, "model", criterion)
+    build_quickly(Trainer.__init__, trainer, cfg, task, "model", criterion)
     return trainer
 
 
@@ -72,6 +73,41 @@ def test_a_setting_is_looked_up_once_and_again_after_it_was_set(
     assert trainer.cfg.common.seed == 7
     trainer.cfg.common["seed"] = 8
     assert trainer.cfg.common.seed == 8
+
+
+def test_a_task_has_its_settings_quickly(cfg: DictConfig) -> None:
+    task = Namespace(cfg=OmegaConf.create({"eval_bleu": True}))
+    built(cfg, task=task)
+    assert task.cfg.eval_bleu and isinstance(task.cfg, ReadOnceConfig)
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda cfg: delattr(cfg, "a"),
+        lambda cfg: cfg.__delitem__("a"),
+        lambda cfg: cfg.pop("a"),
+        lambda cfg: cfg.popitem(),
+        lambda cfg: cfg.clear(),
+    ],
+    ids=["delattr", "del", "pop", "popitem", "clear"],
+)
+def test_what_is_removed_is_gone(remove: Callable[[Any], Any]) -> None:
+    cfg: Any = ReadOnceConfig({"a": 1})
+    assert cfg.a == 1
+    remove(cfg)
+    assert "a" not in cfg
+    with pytest.raises(AttributeError):
+        _ = cfg.a
+    assert ReadOnceConfig({}).pop("a", 3) == 3
+
+
+def test_what_refers_to_another_value_follows_it() -> None:
+    root = OmegaConf.create({"task": {"impl": "${dataset.impl}"}, "dataset": {"impl": "mmap"}})
+    quick_trainer._read_once(root.task)
+    assert root.task.impl == "mmap"
+    root.dataset.impl = "raw"
+    assert root.task.impl == "raw"
 
 
 def test_the_schedule_of_the_learning_rate_looks_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fairseq.data.iterators import BufferedIterator
 from tiny import SHARED, batch, shaken
 
@@ -63,30 +64,40 @@ def test_a_batch_is_fetched_when_the_gpu_has_work() -> None:
     wait()
     assert next(batches) == 1
     assert source.settle() == 6  # the buffer is full again
-    assert [next(batches) for _ in range(3)] == [2, 3, 4]
-    assert source.settle() == 6
     while_waiting.gpu_has_work()
-    assert source.settle() == 10
+    assert source.settle() == 7
     wait()
-    assert next(batches) == 5
-    assert source.settle() == 10  # the thread has put down what it had, and waits
+    assert [next(batches), next(batches)] == [2, 3]
+    assert source.settle() == 7  # three in the buffer
+    assert [next(batches), next(batches), next(batches)] == [4, 5, 6]
+    assert source.settle() == 10  # it was less than half full
     while_waiting.gpu_has_work()
-    assert list(batches) == list(range(6, 100))
+    assert list(batches) == list(range(7, 100))
 
 
-def test_no_waiting_while_the_buffer_is_not_half_full() -> None:
-    wait()
-    source = Source(100)
-    assert next(BufferedIterator(4, source)) == 0
-    assert source.settle() in (3, 4)  # as the first was taken before or after the third came
-
-
-def test_nothing_waits_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever fetches faster than the thread is let, or never says that the GPU has work."""
+def test_where_nobody_trains_batches_come_as_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(while_waiting, "LONGEST", 0.01)
     for size in (1, 2, 10):
         wait()
-        assert list(BufferedIterator(size, Source(30))) == list(range(30))
+        batches, start = BufferedIterator(size, Source(300)), time.monotonic()
+        for i in range(300):
+            assert next(batches) == i
+            time.sleep(0.001)
+        assert time.monotonic() - start < 10
+    wait()
+    source = Source(30)
+    assert next(BufferedIterator(10, source)) == 0
+    assert source.settle() == 12 and while_waiting._gpu_has_work.is_set()
+
+
+def test_several_batches_in_a_row() -> None:
+    """As with ``--update-freq``: the thread sees that the buffer is empty before the GPU has work again."""
+    batches = BufferedIterator(1, Source(40))
+    for i in range(0, 40, 8):
+        wait()
+        for j in range(8):
+            assert next(batches) == i + j
+            time.sleep(0.01)
 
 
 def test_errors_and_ends_arrive() -> None:
@@ -96,6 +107,17 @@ def test_errors_and_ends_arrive() -> None:
         next(batches)
     shortened = BufferedIterator(4, Source(9)).take(3)
     assert list(shortened) == [0, 1, 2]
+
+
+def test_the_iterator_is_what_it_was() -> None:
+    """fairseq shortens it later on, and what it is made of."""
+    asked: list[int] = []
+    source: Any = Source(9)
+    source.take = asked.append
+    batches = BufferedIterator(4, source)
+    assert next(batches) == 0
+    batches.take(3)
+    assert asked == [3]
 
 
 class Batch:
@@ -115,6 +137,17 @@ def test_the_last_batch_is_given_back_while_the_host_waits() -> None:
     assert [ref() is not None for ref in alive] == [False, False, True]
 
 
+def test_no_batch_is_kept_by_the_thread() -> None:
+    class Batches(Source):
+        def __iter__(self) -> Iterator[Any]:
+            return (Batch() for _ in range(self.count))
+
+    iterator = BufferedIterator(4, Batches(3))
+    alive = [weakref.ref(batch) for batch in iterator]
+    iterator._consumer.join()
+    assert [ref() for ref in alive] == [None] * 3
+
+
 def test_no_more_than_two_are_kept_where_nobody_waits() -> None:
     for i in range(5):
         while_waiting.hold(i)
@@ -127,6 +160,16 @@ def test_whose_batches_are_kept(cuda: bool, early: bool, held: int) -> None:
     trainer = SimpleNamespace(cuda=cuda, get_criterion=lambda: criterion, _sync_stats=lambda: False)
     assert quick_trainer.announce_sums(lambda trainer, samples: "log", trainer, ["sample"]) == "log"
     assert len(while_waiting._held) == held
+
+
+def test_the_norm_is_what_the_host_waits_for() -> None:
+    model = shaken("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
+    flat: Any = FlatParameters.of(model.parameters())
+    seen: list[bool] = []
+    sent = SimpleNamespace(synchronize=lambda: seen.append(while_waiting._gpu_has_work.is_set()))
+    flat._norm, flat.local_only = (torch.tensor(3.0), sent), True
+    assert flat.norm_on_host() == 3
+    assert seen == [True] and not while_waiting._gpu_has_work.is_set()
 
 
 def test_the_step_says_when() -> None:

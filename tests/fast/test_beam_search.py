@@ -144,10 +144,15 @@ def test_words_that_are_equally_good(static: bool, beam: int, searches: list[Any
     assert len(searches) == 12
 
 
+@pytest.mark.parametrize("with_attention", [False, True], ids=["", "with attention"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
-def test_other_precisions(flags: tuple[str, ...], dtype: torch.dtype, searches: list[Any]) -> None:
-    generator = generator_of(model_that_ends(*flags).to(dtype))
+def test_other_precisions(
+    flags: tuple[str, ...], dtype: torch.dtype, with_attention: bool, searches: list[Any]
+) -> None:
+    model = model_that_ends(*flags).to(dtype)
+    model.decoder.layers[-1].need_attn = with_attention
+    generator = generator_of(model)
     found, expected = translations(generator, 1), translations(generator, 1, plain=True)
     assert_same(found, expected)
     assert searches and found[0][0]["score"].dtype == expected[0][0]["score"].dtype
@@ -168,6 +173,18 @@ def test_what_each_token_was_chosen_from(searches: list[Any]) -> None:
                 shape = (source, len(found[0][0]["tokens"])) if wanted else (0,)
                 assert found[0][0]["attention"].shape == shape
     assert len(searches) == 16
+
+
+def test_attention_begun_in_inference_mode(searches: list[Any]) -> None:
+    model = model_that_ends(*HARD)
+    model.decoder.fast_decoding.static = True
+    model.decoder.layers[-1].need_attn = True
+    generator = generator_of(model)
+    with torch.inference_mode():
+        translations(generator, 1)
+    cache = searches.pop().state.lease.cache
+    assert_same(translations(generator, 1), translations(generator, 1, plain=True))
+    assert searches.pop().state.lease.cache is cache
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -195,6 +212,8 @@ def test_alignments(kind: str, searches: list[Any]) -> None:
     model.decoder.cfg.sf_plain, model.full_context_alignment = False, True
     translations(generator, 1)
     assert len(searches) == 1  # fairseq would read hypotheses on the CPU with a model on the GPU
+    translations(generator_of(model), 1)
+    assert len(searches) == 2
 
 
 def test_hypotheses_share_nothing(searches: list[Any]) -> None:

@@ -14,7 +14,7 @@ from queue import Queue
 from typing import Any
 
 LONGEST = 0.1
-"""Seconds: between two updates there are fewer, so that afterwards batches are fetched as they are wanted."""
+"""Seconds, more than between two updates: who waits longer is not in a training, and need not wait at all."""
 
 LOOK_AGAIN = 0.002
 """Seconds after which the thread looks whether the buffer is still half full."""

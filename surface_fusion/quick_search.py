@@ -22,7 +22,8 @@ from torch import Tensor
 
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.beam_search import Hypotheses, Rules, Search
+from surface_fusion.fast.beam_history import Hypotheses
+from surface_fusion.fast.beam_search import Rules, Search
 from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.groups import layers_of
 

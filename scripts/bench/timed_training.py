@@ -53,8 +53,8 @@ class Clock:
     def begin_epoch(self, original: Callable[..., Any], trainer: Any, epoch: int) -> Any:
         """fairseq's ``Trainer.begin_epoch``."""
         self._epochs += 1
-        self.pairs = len(trainer.task.dataset(trainer.cfg.dataset.train_subset))
         if self._epochs == 1:
+            self.pairs = len(trainer.task.dataset(trainer.cfg.dataset.train_subset))
             trainer.cfg.optimization.max_update = self.most
         else:
             self._epoch_began = True

@@ -38,6 +38,7 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
+from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.while_waiting import fetch_while_waiting
@@ -302,6 +303,7 @@ def apply() -> None:
     explain_missing_data()
     _wrap(data_utils, "batch_by_size", keep_last_batch)
     _wrap(Trainer, "train_step", leave_out_dummies)
+    _wrap(Trainer, "train_step", use_begun)
     _wrap(Trainer, "train_step", quick_trainer.announce_sums)
     skip_overlong_sentences()
     mend_data_in_parts()
@@ -316,6 +318,8 @@ def apply() -> None:
     _wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     _wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
     _wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)
+    _wrap(BufferedIterator, "__next__", remember_buffer)
+    _wrap(Trainer, "set_num_updates", begin_next)
     _wrap(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
     _wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
     _wrap(Trainer, "get_train_iterator", group_evenly)

@@ -131,6 +131,11 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")
         return self._ways[model]
 
+    def step_of(self, model: Any) -> PackedStep | None:
+        """What trains *model*, if that is decided and on packed rows."""
+        way = self._ways.get(model)
+        return way if isinstance(way, PackedStep) else None
+
     def _decide(self, model: Any) -> tuple[str | PackedStep, str]:
         reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
         if reason is not None:

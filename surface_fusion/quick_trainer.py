@@ -96,11 +96,16 @@ def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:
     """fairseq's ``Trainer._set_seed``: one seed for each update, so that a resumed training is the same."""
     if trainer.tpu:
         return set_seed(trainer)
-    seed = trainer.cfg.common.seed + trainer.get_num_updates()
+    seed = seed_of_update(trainer, trainer.get_num_updates())
     torch.default_generator.manual_seed(seed)
     if trainer.cuda:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     return None
+
+
+def seed_of_update(trainer: Any, num_updates: int) -> int:
+    """What fairseq seeds with for the update after *num_updates*."""
+    return int(trainer.cfg.common.seed + num_updates)
 
 
 def sum_over_processes(

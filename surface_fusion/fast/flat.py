@@ -91,6 +91,10 @@ class FlatParameters:
         """Whether all of these are views of this flat tensor still."""
         return all(p in self._views and self._views[p][1] == p.data_ptr() for p in params)
 
+    def version(self) -> int:
+        """Another number after each change of the parameters in place, other than of their ``.data``."""
+        return self.data._version + sum(param._version for param in self.offsets)
+
     def view(self, param: nn.Parameter, flat: Optional[Tensor] = None) -> Tensor:
         """A parameter's part, in its shape, of *flat*: ``data``, or any tensor that is laid out like it."""
         start = self.offsets[param]

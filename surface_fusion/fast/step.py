@@ -19,6 +19,7 @@ from torch import Tensor
 from surface_fusion.fast.capture import capture
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.forward_ahead import ForwardAhead
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack, pack_static
 from surface_fusion.while_waiting import gpu_has_work
@@ -31,6 +32,9 @@ the GPU works on a batch meanwhile, and somewhat less, as batches go on to need 
 
 TOGETHER = 16
 """Several processes, which wait for each other, make theirs in the same batch of so many."""
+
+Forward = tuple[LinearCrossEntropy, Callable[[Tensor], None]]
+"""Losses, and a function that adds the gradients, times its argument, to the flat buffer."""
 
 
 class PackedStep:
@@ -57,6 +61,7 @@ class PackedStep:
         self.padding_idx = packed.decoder.padding_idx
         self._trigger = torch.zeros((), requires_grad=True)
         self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
+        self._ahead: ForwardAhead[Forward] = ForwardAhead(packed.flat)
 
     def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
@@ -81,6 +86,18 @@ class PackedStep:
         gpu_has_work()
         return losses
 
+    def begin(self, sample: dict[str, Any], seed: int) -> bool:
+        """On a GPU, launch the forward of a batch for the :meth:`train` to come, seeded with *seed*.
+
+        Returns:
+            Whether that was done: not where it would take a recording, which waits until the batch has come.
+        """
+        graphs = self._graphs
+        if graphs is None or not graphs.hold(sample):
+            return False
+        self._ahead.begin(_tokens(sample), seed, lambda: graphs.run(sample))
+        return True
+
     def train(
         self,
         sample: dict[str, Any],
@@ -96,7 +113,7 @@ class PackedStep:
         """
         self.packed.training = True
         if self._graphs is not None:
-            losses, backward = self._graphs.run(sample)
+            losses, backward = self._ahead.take(_tokens(sample)) or self._graphs.run(sample)
             self._graphs.record_pending()
         else:
             losses, backward = self.forward(pack(*_tokens(sample), self.padding_idx))
@@ -114,7 +131,7 @@ class PackedStep:
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
 
-    def forward(self, batch: PackedBatch) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+    def forward(self, batch: PackedBatch) -> Forward:
         """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
         with torch.enable_grad():
             losses = self.losses(batch)
@@ -149,6 +166,12 @@ class _WithBackward(torch.autograd.Function):
 def _tokens(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     inputs = sample["net_input"]
     return inputs["src_tokens"], inputs["prev_output_tokens"], sample["target"]
+
+
+def _needed(sample: dict[str, Any]) -> Capacity:
+    src_tokens, _, target = _tokens(sample)
+    sentences, src_width = src_tokens.shape
+    return capacity_for(sentences, src_width, target.shape[1], int(sample["ntokens"]))
 
 
 class Recording:
@@ -195,14 +218,14 @@ class Recording:
         self._forward_graph, (self._losses, backward) = capture(self._forward, *where)
         self._backward_graph, _ = capture(lambda: backward(self.scale), *where)
 
-    def _forward(self) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+    def _forward(self) -> Forward:
         src_tokens, prev_output_tokens, target = self.tokens
         batch = pack_static(
             src_tokens, prev_output_tokens, target, self.shape, self.capacity, self.padding_idx
         )
         return self._step.forward(batch)
 
-    def run(self, sample: dict[str, Any]) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+    def run(self, sample: dict[str, Any]) -> Forward:
         """As :meth:`PackedStep.forward`."""
         self.load(sample)
         self._forward_graph.replay()
@@ -231,12 +254,13 @@ class Graphs:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, sample: dict[str, Any]) -> tuple[LinearCrossEntropy, Callable[[Tensor], None]]:
+    def run(self, sample: dict[str, Any]) -> Forward:
         """As :meth:`PackedStep.forward`."""
-        src_tokens, _, target = _tokens(sample)
-        sentences, src_width = src_tokens.shape
-        needed = capacity_for(sentences, src_width, target.shape[1], int(sample["ntokens"]))
-        return self._recording_for(needed, sample).run(sample)
+        return self._recording_for(_needed(sample), sample).run(sample)
+
+    def hold(self, sample: dict[str, Any]) -> bool:
+        """Whether one of the recordings holds the batch."""
+        return bool(self._holding(_needed(sample)))
 
     def record_pending(self) -> None:
         """Make the recording that has paid off, if one has; the device has work meanwhile."""
@@ -247,14 +271,16 @@ class Graphs:
             self._pending = None
 
     def _recording_for(self, needed: Capacity, sample: dict[str, Any]) -> Recording:
-        holding = [r for r in self._recordings if r.capacity.holds(needed)]
-        best = min(holding, key=lambda r: r.capacity.cost, default=None)
+        best = min(self._holding(needed), key=lambda r: r.capacity.cost, default=None)
         if best is None:
             return self._record(needed, sample)
         self._wasted += best.capacity.cost - needed.cost
         if self._pending is None and self._wasted >= RECORDING_ROWS and best.capacity.cost > needed.cost:
             self._pending = needed
         return best
+
+    def _holding(self, needed: Capacity) -> list[Recording]:
+        return [r for r in self._recordings if r.capacity.holds(needed)]
 
     def _record(self, capacity: Capacity, sample: dict[str, Any] | None = None) -> Recording:
         self._wasted = 0

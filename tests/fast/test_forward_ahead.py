@@ -1,0 +1,98 @@
+"""A forward that was begun counts if it is what a run would give now."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import batch, shaken
+from torch import Tensor
+
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.forward_ahead import ForwardAhead
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = (torch.tensor([1, 2]), torch.tensor([3]))
+
+
+@pytest.fixture
+def model() -> Any:
+    return shaken("--surfacefusion", "att", "--sf-gate", "0.8").to(HERE)
+
+
+@pytest.fixture
+def flat(model: Any) -> FlatParameters:
+    return FlatParameters.of(model.parameters())
+
+
+@pytest.fixture
+def ahead(flat: FlatParameters) -> ForwardAhead[list[float]]:
+    return ForwardAhead(flat)
+
+
+def draw() -> list[float]:
+    """A forward that drops something."""
+    return torch.rand(3, device=HERE).tolist()
+
+
+def seeded(seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    return draw()
+
+
+def test_it_is_what_a_run_gives_after_the_seed_and_what_is_drawn_then_too(ahead: ForwardAhead[Any]) -> None:
+    expected, then = seeded(5), draw()
+    torch.manual_seed(1)
+    ahead.begin(TOKENS, 5, draw)
+    others = draw()
+    assert others == seeded(1)  # nothing else is drawn otherwise
+    torch.manual_seed(5)
+    assert ahead.take(TOKENS) == expected
+    assert draw() == then
+
+
+def test_it_counts_once(ahead: ForwardAhead[Any]) -> None:
+    ahead.begin(TOKENS, 5, draw)
+    torch.manual_seed(5)
+    assert ahead.take(TOKENS) is not None
+    torch.manual_seed(5)
+    assert ahead.take(TOKENS) is None
+
+
+def test_it_is_of_these_tokens_and_no_copy(ahead: ForwardAhead[Any]) -> None:
+    for other in ((TOKENS[0], TOKENS[1].clone()), (TOKENS[0].clone(), TOKENS[1])):
+        ahead.begin(TOKENS, 5, draw)
+        torch.manual_seed(5)
+        assert ahead.take(other) is None
+        assert ahead.take(TOKENS) is None  # another batch has come: it is forgotten
+
+
+def test_not_with_another_seed_or_when_something_was_drawn(ahead: ForwardAhead[Any]) -> None:
+    ahead.begin(TOKENS, 5, draw)
+    torch.manual_seed(6)
+    assert ahead.take(TOKENS) is None
+    ahead.begin(TOKENS, 5, draw)
+    expected = seeded(5)
+    assert ahead.take(TOKENS) is None
+    assert draw() != expected  # the generator is left alone
+
+
+@torch.no_grad()
+def test_not_when_the_parameters_have_changed(
+    ahead: ForwardAhead[Any], flat: FlatParameters, model: Any
+) -> None:
+    one: Tensor = next(model.parameters())
+    changes = (
+        lambda: flat.data.mul_(2),  # the optimizer
+        lambda: one.clamp_(max=0.1),  # a task
+        lambda: model.load_state_dict(model.state_dict()),
+    )
+    for change in changes:
+        ahead.begin(TOKENS, 5, draw)
+        change()
+        torch.manual_seed(5)
+        assert ahead.take(TOKENS) is None
+    ahead.begin(TOKENS, 5, draw)
+    flat.zero_grad()
+    model(**{name: value.to(HERE) for name, value in batch()["net_input"].items()})
+    torch.manual_seed(5)
+    assert ahead.take(TOKENS) is not None

@@ -22,6 +22,7 @@ from tests.small_training import PREPROCESS, TRAIN
 FLAGS = (
     *("--criterion", "fused_label_smoothed_cross_entropy", "--optimizer", "flat_adam"),
     *("--dropout", 0.2, "--attention-dropout", 0.1, "--user-dir", USER_DIR),
+    *("--distributed-world-size", 1),  # fairseq would have one for each GPU
 )
 SIZES = (
     *("--encoder-embed-dim", 64, "--encoder-ffn-embed-dim", 64, "--max-tokens", 200),
@@ -199,7 +200,7 @@ def test_on_a_gpu(
     exactly = (*SIZES, *dtype, "--lr", 0)
     learning = (*SIZES, *dtype, "--fp16-init-scale", 4)
     got = [train(data, *exactly, between=validate), train(data, *learning)]
-    assert sum(taken) >= len(taken) - 12  # not where a recording was missing
+    assert 2 * sum(taken) > len(taken)  # not where a recording was missing
     not_begun(monkeypatch)
     taken.clear()
     assert train(data, *exactly, between=validate) == got[0]

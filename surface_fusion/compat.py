@@ -34,6 +34,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion import quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
+from surface_fusion.early_step import begin_step
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
@@ -331,6 +332,7 @@ def apply() -> None:
     _wrap(SequenceGenerator, "_generate", quick_search.generate)
     _wrap(SequenceGenerator, "finalize_hypos", quick_search.finalize_on_host)
     _wrap(Trainer, "_set_seed", quick_trainer.set_seed)
+    _wrap(Trainer, "clip_grad_norm", begin_step)
     _wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
     _wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
     _wrap(distributed_utils, "all_reduce_dict", quick_trainer.sum_over_processes)

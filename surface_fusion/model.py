@@ -1,6 +1,7 @@
 """``transformer_surface_fusion``: fairseq's Transformer with encoder layer fusion."""
 
 from argparse import ArgumentParser
+from operator import attrgetter
 from typing import Any
 
 from fairseq.models import register_model
@@ -73,7 +74,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     def train(self, mode: bool = True) -> "SurfaceFusionModel":
         """As torch's. fairseq asks twice an update, and torch walks over hundreds of modules each time."""
-        if {module.training for module in self._walked} != {mode}:
+        if set(map(attrgetter("training"), self._walked)) != {mode}:
             super().train(mode)
             self._walked = tuple(self.modules())
         return self

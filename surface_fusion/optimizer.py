@@ -94,6 +94,22 @@ class FlatAdam(FairseqOptimizer):
             self.multiply_grads(float((max_norm / (norm + 1e-6)).clamp(max=1)))
         return norm.float()
 
+    def begin_step(self, factor: float, max_norm: float, margin: float) -> None:
+        """Launch the next :meth:`step` now, if the norm is on its way from a GPU; it does not wait for it.
+
+        Args:
+            factor: of the gradient, apart from :meth:`multiply_grads`.
+            max_norm: to which it is to be scaled down, if that is above 0 ...
+            margin: ... plus so much.
+        """
+        norm = self.flat.norm_on_device()
+        if (
+            norm is not None
+            and not torch.is_tensor(factor)
+            and not torch.is_tensor(self.optimizer.grad_factor)
+        ):
+            self.optimizer.begin(norm, factor, max_norm, margin)
+
     def step(
         self,
         closure: Optional[Callable[[], Any]] = None,
@@ -135,12 +151,13 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         super().__init__(unique, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.flat = FlatParameters.of(unique)
         self.grad_factor: Union[float, Tensor] = 1.0
-        self._update = _plain_adam if plain else _fused_adam
+        self._plain = plain
         self._dtype = torch.promote_types(self.flat.data.dtype, torch.float32)
         self._steps = 0
         self._moments: Optional[tuple[Tensor, Tensor]] = None
         self._master: Optional[Tensor] = None
         self._scaled_grad: Optional[Tensor] = None
+        self._begun = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's, without the wrapper that imports torch.compile: 4 s of a training's start."""
@@ -164,6 +181,26 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         """Zero the gradient and forget its factor; ``.grad`` is never None."""
         self.flat.zero_grad()
         self.grad_factor = 1.0
+        self._begun = False
+
+    @torch.no_grad()
+    def begin(self, norm: Tensor, factor: float, max_norm: float, margin: float) -> None:
+        """Do now what the next :meth:`step` is going to be called for, unless a gradient is not finite.
+
+        Not of a plain optimizer, whose formula knows no exception.
+
+        Args:
+            norm: of the gradient, without any factor; a scalar on its device.
+            factor, max_norm, margin: see :meth:`FlatAdam.begin_step`.
+        """
+        if self._plain:
+            return
+        factors = torch.empty(1, dtype=self._dtype, device=norm.device).fill_(factor * self.grad_factor)
+        norm = norm * factors
+        if max_norm > 0:
+            factors = factors * (max_norm / (norm + margin)).clamp(max=1)
+        self._change(factors, norm.isfinite().logical_not().float())
+        self._begun = True
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -174,7 +211,22 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.flat.attach_grads()
+        if not self._begun:
+            self.flat.attach_grads()
+            factor = torch.empty(1, dtype=self._dtype, device=self.flat.data.device)
+            self._change(factor.fill_(self.grad_factor / scale))
+        self._steps += 1
+        self._begun = False
+        self.grad_factor = 1.0
+        return loss
+
+    def _change(self, factor: Tensor, found_inf: Optional[Tensor] = None) -> None:
+        """Adam with the gradient times *factor*.
+
+        Args:
+            factor: a vector: fp16 times a scalar would be rounded to fp16.
+            found_inf: a scalar; where it is 1, nothing is to change.
+        """
         data = self.flat.data
         if self._half and self._master is None:  # not sooner: a checkpoint may have been loaded in between
             self._master = data.to(self._dtype)
@@ -182,17 +234,16 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             self._scaled_grad = torch.empty_like(data, dtype=self._dtype)
         weights = data if self._master is None else self._master
         grad = self.flat.grad if self._scaled_grad is None else self._scaled_grad
-        # A vector, not a scalar: fp16 times a scalar would be rounded to fp16.
-        factor = torch.empty(1, dtype=self._dtype, device=data.device).fill_(self.grad_factor / scale)
         torch.mul(self.flat.grad, factor, out=grad)
-        self._steps += 1
         group = self.param_groups[0]
         hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        self._update(weights, grad, *self._zero_moments(), self._steps, **hyperparameters)
+        tensors = weights, grad, *self._zero_moments()
+        if self._plain:
+            _plain_adam(*tensors, self._steps + 1, **hyperparameters)
+        else:
+            _fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
         if self._half:
             data.copy_(weights)
-        self.grad_factor = 1.0
-        return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state by the parameters' numbers, in their shapes; views of what training goes on to change."""
@@ -294,17 +345,25 @@ def _fused_adam(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    found_inf: Optional[Tensor] = None,
 ) -> None:
     """:func:`_plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
 
-    That is the same with an epsilon of eps / sqrt(1 - beta2^t).
+    That is the same with an epsilon of eps / sqrt(1 - beta2^t). Where *found_inf* is 1, nothing changes.
     """
     beta1, beta2 = betas
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
     eps /= math.sqrt(1 - beta2**steps)
     tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
-    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-    torch._fused_adamw_(*tensors, **settings, amsgrad=False, maximize=False)  # type: ignore[call-overload]
+    settings: dict[str, Any] = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": weight_decay,
+        "eps": eps,
+    }
+    settings |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
+    torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
 
 
 def _betas(value: Any) -> tuple[float, float]:

@@ -7,6 +7,7 @@ processes) then takes one kernel instead of one per parameter.
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Optional
 
 import torch
@@ -61,7 +62,7 @@ class FlatParameters:
         self.local_only = False
         self._averaged = False
         self._in_place = False
-        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and when it is there
+        self._norm: Optional[tuple[Tensor, Tensor, Any]] = None  # here, on the host, and when it is there
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -93,7 +94,7 @@ class FlatParameters:
 
     def version(self) -> int:
         """Another number after each change of the parameters in place, other than of their ``.data``."""
-        return self.data._version + sum(param._version for param in self.offsets)
+        return self.data._version + sum(map(attrgetter("_version"), self.offsets))
 
     def view(self, param: nn.Parameter, flat: Optional[Tensor] = None) -> Tensor:
         """A parameter's part, in its shape, of *flat*: ``data``, or any tensor that is laid out like it."""
@@ -162,17 +163,21 @@ class FlatParameters:
             on_host = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
-            self._norm = on_host, sent
+            self._norm = norm, on_host, sent
         self._in_place = all(param.grad is grad for param, (grad, _) in self._views.items())
 
     def norm_on_host(self) -> Tensor:
         """:meth:`grad_norm` on the CPU: what :meth:`begin_norm` has sent, if it has."""
         if self._norm is None or not self._written_here:
             return self.grad_norm().cpu()
-        norm, sent = self._norm
+        _, norm, sent = self._norm
         with host_waits():
             sent.synchronize()
         return norm
+
+    def norm_on_device(self) -> Optional[Tensor]:
+        """:meth:`grad_norm` where the gradient is, if :meth:`begin_norm` has computed it."""
+        return self._norm[0] if self._norm is not None and self._written_here else None
 
     def average_early(self, group: Optional[dist.ProcessGroup]) -> None:
         """What :meth:`average_grads` does, before it is asked to: the host need not come back in between."""

@@ -305,7 +305,7 @@ def apply() -> None:
     _wrap(data_utils, "batch_by_size", keep_last_batch)
     _wrap(Trainer, "train_step", leave_out_dummies)
     _wrap(Trainer, "train_step", use_begun)
-    _wrap(Trainer, "train_step", quick_trainer.announce_sums)
+    _wrap(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
     skip_overlong_sentences()
     mend_data_in_parts()
     mend_diverse_beam()

@@ -4,12 +4,13 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from fairseq import options, tasks
 from fairseq.data import FairseqDataset
+from fairseq.data.iterators import BufferedIterator, CountingIterator, GroupedIterator
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
@@ -46,6 +47,15 @@ def build(
     return trainer, list(itertools.islice(batches, BATCHES))
 
 
+def again_and_again(batches: Sequence[Any], passes: int) -> Iterator[list[Any]]:
+    """What each update of so many *passes* over *batches* gets, from the buffer of fairseq's trainings.
+
+    There the plugin finds an update's batch before its turn.
+    """
+    buffered = BufferedIterator(len(batches), list(batches) * passes)
+    return iter(GroupedIterator(CountingIterator(buffered), 1))
+
+
 def rates(trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, cpu: bool) -> list[float]:
     """Target tokens a second in each of *passes* over *batches*, after *warm_up* others.
 
@@ -53,11 +63,12 @@ def rates(trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, c
         torch.OutOfMemoryError: they do not fit.
     """
     tokens = sum(int(batch["ntokens"]) for batch in batches)
+    updates = again_and_again(batches, warm_up + passes)
     found = []
     for i in range(warm_up + passes):
         start = time.perf_counter()
-        for batch in batches:
-            trainer.train_step([batch], raise_oom=True)
+        for samples in itertools.islice(updates, len(batches)):
+            trainer.train_step(samples, raise_oom=True)
         if not cpu:
             torch.cuda.synchronize()
         if i >= warm_up:

@@ -27,7 +27,7 @@ import torch
 from contenders import data_folder, training_flags
 from fairseq.trainer import Trainer
 from results import Run, add_common_flags, positive, settle_common_flags
-from steady import BATCHES, be_quiet, build, forget, rates, training_data
+from steady import BATCHES, again_and_again, be_quiet, build, forget, rates, training_data
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -82,8 +82,8 @@ def busy(pieces: Iterable[Piece]) -> float:
 def profiled(trainer: Trainer, batches: Sequence[Any], passes: int, cpu: bool) -> list[Piece]:
     """All that runs in *passes* over *batches*."""
     with profile(activities=[ProfilerActivity.CPU if cpu else ProfilerActivity.CUDA]) as recorded:
-        for _, batch in itertools.product(range(passes), batches):
-            trainer.train_step([batch], raise_oom=True)
+        for samples in again_and_again(batches, passes):
+            trainer.train_step(samples, raise_oom=True)
         if not cpu:
             torch.cuda.synchronize()
     wanted = DeviceType.CPU if cpu else DeviceType.CUDA

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from surface_fusion.config import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.adam import fused_adam, plain_adam
 from surface_fusion.fast.flat import FlatParameters
 
 
@@ -239,9 +240,9 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         tensors = weights, grad, *self._zero_moments()
         if self._plain:
-            _plain_adam(*tensors, self._steps + 1, **hyperparameters)
+            plain_adam(*tensors, self._steps + 1, **hyperparameters)
         else:
-            _fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
+            fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
         if self._half:
             data.copy_(weights)
 
@@ -308,62 +309,6 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         exp_avg, exp_avg_sq = self._zero_moments()
         named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return named if self._master is None else {**named, "master": self._master}
-
-
-def _plain_adam(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The formula, for the update number *steps* >= 1; all tensors of one shape, the first changed in place.
-
-    w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
-    """
-    beta1, beta2 = betas
-    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    weights.mul_(1 - lr * weight_decay)
-    step_size = lr * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
-    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(eps), value=-step_size)
-
-
-def _fused_adam(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    found_inf: Optional[Tensor] = None,
-) -> None:
-    """:func:`_plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
-
-    That is the same with an epsilon of eps / sqrt(1 - beta2^t). Where *found_inf* is 1, nothing changes.
-    """
-    beta1, beta2 = betas
-    state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
-    eps /= math.sqrt(1 - beta2**steps)
-    tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
-    settings: dict[str, Any] = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": weight_decay,
-        "eps": eps,
-    }
-    settings |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
-    torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
 
 
 def _betas(value: Any) -> tuple[float, float]:

@@ -1,0 +1,67 @@
+"""Adam with decoupled weight decay as in fairseq's ``adam``: the formula, and torch's kernel for it.
+
+w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
+
+with m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2 (Kingma & Ba, 2015, in the order of the end
+of their section 2, whose epsilon is not bias-corrected; decay as in Loshchilov & Hutter, 2019). All tensors are
+1-D, of one shape; weights and moments are changed in place.
+"""
+
+import math
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+
+def plain_adam(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The formula, for the update number *steps* >= 1: t."""
+    beta1, beta2 = betas
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    weights.mul_(1 - lr * weight_decay)
+    step_size = lr * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
+    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(eps), value=-step_size)
+
+
+def fused_adam(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    found_inf: Optional[Tensor] = None,
+) -> None:
+    """:func:`plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
+
+    That is the same with an epsilon of eps / sqrt(1 - beta2^t). Where *found_inf* is 1, nothing changes.
+    """
+    beta1, beta2 = betas
+    state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
+    eps /= math.sqrt(1 - beta2**steps)
+    tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
+    settings: dict[str, Any] = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": weight_decay,
+        "eps": eps,
+    }
+    settings |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
+    torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]

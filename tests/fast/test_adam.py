@@ -1,0 +1,64 @@
+"""torch's kernel gives the formula, and gives nothing where it is told so."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surface_fusion.fast.adam import fused_adam, plain_adam
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(1000, generator=generator, dtype=torch.float64).to(HERE, dtype)
+    return weights, torch.zeros_like(weights), torch.zeros_like(weights)
+
+
+def gradient(step: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(1000, generator=generator, dtype=torch.float64).mul(10.0 ** -(step % 4)).to(like)
+
+
+def test_one_number_by_hand() -> None:
+    weights, exp_avg, exp_avg_sq = (torch.tensor([x], dtype=torch.float64) for x in (2.0, 0.5, 0.25))
+    plain_adam(weights, torch.tensor([3.0], dtype=torch.float64), exp_avg, exp_avg_sq, 2, **SETTINGS)
+    m, v = 0.9 * 0.5 + 0.1 * 3, 0.98 * 0.25 + 0.02 * 9
+    assert exp_avg.item() == pytest.approx(m) and exp_avg_sq.item() == pytest.approx(v)
+    step = 0.01 * math.sqrt(1 - 0.98**2) / (1 - 0.9**2) * m / (math.sqrt(v) + 1e-3)
+    assert weights.item() == pytest.approx((1 - 0.01 * 0.1) * 2 - step)
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+def test_the_kernel_is_the_formula(dtype: torch.dtype, tolerance: float, found_inf: float | None) -> None:
+    ours, theirs = tensors(dtype), tensors(dtype)
+    flag = None if found_inf is None else torch.full((1,), found_inf, device=HERE)
+    for step in range(1, 50):
+        grad = gradient(step, ours[0])
+        plain_adam(ours[0], grad, *ours[1:], step, **SETTINGS)
+        fused_adam(theirs[0], grad, *theirs[1:], step, **SETTINGS, found_inf=flag)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1.0])
+def test_nothing_changes_where_a_gradient_is_not_finite(bad: float) -> None:
+    given, expected = tensors(torch.float32), tensors(torch.float32)
+    for step in (1, 2):
+        flag = torch.full((1,), float(step == 2), device=HERE)
+        fused_adam(
+            given[0],
+            gradient(1, given[0]).fill_(bad if step == 2 else 1),
+            *given[1:],
+            step,
+            **SETTINGS,
+            found_inf=flag,
+        )
+    fused_adam(expected[0], torch.ones_like(expected[0]), *expected[1:], 1, **SETTINGS)
+    for one, other in zip(given, expected, strict=True):
+        assert one.equal(other)

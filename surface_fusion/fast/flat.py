@@ -61,6 +61,9 @@ class FlatParameters:
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
         self._averaged = False
+        self._begun: Optional[tuple[int, Any]] = (
+            None  # what is being averaged starts there, and when it is done
+        )
         self._in_place = False
         self._norm: Optional[tuple[Tensor, Tensor, Any]] = None  # here, on the host, and when it is there
 
@@ -100,6 +103,10 @@ class FlatParameters:
         """A parameter's part, in its shape, of *flat*: ``data``, or any tensor that is laid out like it."""
         start = self.offsets[param]
         return (self.data if flat is None else flat)[start : start + param.numel()].view(param.shape)
+
+    def behind(self, params: Iterable[nn.Parameter]) -> int:
+        """The first element behind all of *params*."""
+        return max((self.offsets[p] + p.numel() for p in params if p in self.offsets), default=0)
 
     def group_view(self, group: Hashable) -> tuple[Tensor, Tensor]:
         """Data and gradient of a group, its members stacked on axis 0.
@@ -143,6 +150,7 @@ class FlatParameters:
             for param, (grad, _) in self._views.items():
                 if param.grad is not grad:
                     param.grad = grad
+        self._end_average()
         self.grad.zero_()
         self.local_only = self._averaged = self._in_place = False
         self._norm = None
@@ -179,15 +187,31 @@ class FlatParameters:
         """:meth:`grad_norm` where the gradient is, if :meth:`begin_norm` has computed it."""
         return self._norm[0] if self._norm is not None and self._written_here else None
 
+    def begin_average(self, start: int, group: Optional[dist.ProcessGroup]) -> None:
+        """Begin what :meth:`average_early` does, from element *start* on: there nothing changes any more."""
+        if start < len(self.grad):
+            self._attach()
+            self._begun = start, self._average(self.grad[start:], group, async_op=True)
+
     def average_early(self, group: Optional[dist.ProcessGroup]) -> None:
         """What :meth:`average_grads` does, before it is asked to: the host need not come back in between."""
         self._attach()
-        if dist.get_backend(group) == "nccl":
-            dist.all_reduce(self.grad, op=dist.ReduceOp.AVG, group=group)
-        else:
-            self.grad.div_(dist.get_world_size(group))
-            dist.all_reduce(self.grad, group=group)
+        end = len(self.grad) if self._begun is None else self._begun[0]
+        self._average(self.grad[:end], group)
+        self._end_average()
         self._averaged, self._norm = True, None
+
+    @staticmethod
+    def _average(part: Tensor, group: Optional[dist.ProcessGroup], async_op: bool = False) -> Any:
+        if dist.get_backend(group) == "nccl":
+            return dist.all_reduce(part, op=dist.ReduceOp.AVG, group=group, async_op=async_op)
+        part.div_(dist.get_world_size(group))
+        return dist.all_reduce(part, group=group, async_op=async_op)
+
+    def _end_average(self) -> None:
+        if self._begun is not None:
+            self._begun[1].wait()
+            self._begun = None
 
     def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
         """Average the gradient over the processes of *group* in one collective operation.

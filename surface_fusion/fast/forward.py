@@ -28,6 +28,16 @@ class Encoded(NamedTuple):
     memories: dict[int, Tensor]
     surface: Tensor
 
+    def apart(self) -> tuple["Encoded", list[tuple[Tensor, Tensor]]]:
+        """The same, where a gradient ends, and each end with what it stands for."""
+        ends: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def end(x: Tensor) -> Tensor:
+            return ends.setdefault(id(x), (x, x.detach().requires_grad_()))[1] if x.requires_grad else x
+
+        cut = Encoded({number: end(x) for number, x in self.memories.items()}, end(self.surface))
+        return cut, list(ends.values())
+
 
 class Features(NamedTuple):
     """What the output embedding projects: N x C, or N x 2 x C with the gate of the first, N or a number."""
@@ -74,7 +84,8 @@ class PackedTransformer(PackedLayers):
         return embed, x
 
     def encode(self, rows: PackedRows) -> Encoded:
-        """Run the encoder on the source."""
+        """Run the encoder on the source, which comes before the decoder: what both drop is drawn here."""
+        self._draw_seeds()
         stack = self.encoder
         embed, x = self._embed(stack, rows)
         surface = embed if self.cfg.surfacefusion and self.cfg.sf_no_posedemb else x
@@ -208,12 +219,14 @@ class PackedTransformer(PackedLayers):
 
     def features(self, batch: PackedBatch) -> Features:
         """The whole forward but for the output embedding."""
+        return self.decode(batch, self.encode(batch.src))
+
+    def _draw_seeds(self) -> None:
         self._seeds = None
         if use_kernels(self.flat.data) and self.training:
             places = 3 * len(self.encoder.layers) + 5 * len(self.decoder.layers) + 1
             draws = torch.randint(2**31 - 1, (places, 4), dtype=torch.int32, device=self.flat.data.device)
             self._seeds = iter(draws[:, 0].unbind())
-        return self.decode(batch, self.encode(batch.src))
 
     @property
     def output_embedding(self) -> Tensor:

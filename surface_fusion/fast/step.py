@@ -8,8 +8,8 @@ the host however small the batch. Batches go into the smallest recorded :class:`
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surface_fusion.fast.capture import capture
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.forward import Encoded, PackedTransformer
 from surface_fusion.fast.forward_ahead import ForwardAhead
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import Capacity, PackedBatch, capacity_for, pack, pack_static
@@ -33,8 +33,18 @@ the GPU works on a batch meanwhile, and somewhat less, as batches go on to need 
 TOGETHER = 16
 """Several processes, which wait for each other, make theirs in the same batch of so many."""
 
-Forward = tuple[LinearCrossEntropy, Callable[[Tensor], None]]
-"""Losses, and a function that adds the gradients, times its argument, to the flat buffer."""
+
+class Backward(NamedTuple):
+    """What adds the gradients to the flat buffer, in this order."""
+
+    decoder: Callable[[Tensor], None]
+    """Its own, and that of the output embedding, times a scalar."""
+    encoder: Callable[[], None]
+    """Its own, times the same."""
+
+
+Forward = tuple[LinearCrossEntropy, Backward]
+"""Losses, and what is to follow."""
 
 
 class PackedStep:
@@ -62,10 +72,11 @@ class PackedStep:
         self._trigger = torch.zeros((), requires_grad=True)
         self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
         self._ahead: ForwardAhead[Forward] = ForwardAhead(packed.flat)
+        self._behind_encoder = packed.flat.behind(packed.encoder.parameters())
 
-    def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
+    def losses(self, batch: PackedBatch, encoded: Encoded) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
-        features = self.packed.features(batch)
+        features = self.packed.decode(batch, encoded)
         weight = batch.target.ne(self.padding_idx)
         if self.ignore_prefix_size > 0:
             weight = weight & batch.tgt.positions.ge(self.ignore_prefix_size)
@@ -82,7 +93,8 @@ class PackedStep:
         """Losses without dropout and gradients."""
         self.packed.training = False
         with torch.no_grad():
-            losses = self.losses(pack(*_tokens(sample), self.padding_idx))
+            batch = pack(*_tokens(sample), self.padding_idx)
+            losses = self.losses(batch, self.packed.encode(batch.src))
         gpu_has_work()
         return losses
 
@@ -108,7 +120,8 @@ class PackedStep:
 
         Args:
             last: of an update's batches, as far as is known: then its backward also averages the gradient
-                over processes and measures its norm, all without waiting for the device.
+                over processes, the decoder's while the encoder's is computed, and measures its norm, all
+                without waiting for the device.
             before_last: called before such a backward, with the gradient's factor.
         """
         self.packed.training = True
@@ -122,31 +135,48 @@ class PackedStep:
         def run(scale: Tensor) -> None:
             if last and before_last is not None:
                 before_last(scale)
-            backward(scale)
+            flat, averaged = self.packed.flat, last and dist.is_initialized()
+            backward.decoder(scale)
+            if averaged:
+                flat.begin_average(self._behind_encoder, get_data_parallel_group())
+            backward.encoder()
+            if averaged:
+                flat.average_early(get_data_parallel_group())
             if last:
-                if dist.is_initialized():
-                    self.packed.flat.average_early(get_data_parallel_group())
-                self.packed.flat.begin_norm()
+                flat.begin_norm()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
 
     def forward(self, batch: PackedBatch) -> Forward:
-        """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
+        """The losses, and what adds the gradients to the flat buffer."""
         with torch.enable_grad():
-            losses = self.losses(batch)
+            encoded, ends = self.packed.encode(batch.src).apart()
+            losses = self.losses(batch, encoded)
         held = [losses.loss]  # let go of all activations after the backward
+        passed_on: list[tuple[Tensor, Tensor]] = []
 
-        def backward(scale: Tensor) -> None:
-            leaves, into = self.packed.leaves, self.packed.gradients
+        def decoder(scale: Tensor) -> None:
             with torch.enable_grad():
                 scaled = held.pop() * scale  # given to grad(), it would have torch import sympy: a second
-            found = torch.autograd.grad(scaled, leaves, allow_unused=True)
-            pairs = [(g, f) for g, f in zip(into, found, strict=True) if f is not None]
-            torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
+            leaves = self.packed.leaves
+            found = torch.autograd.grad(scaled, [*leaves, *(end for _, end in ends)], allow_unused=True)
+            self._add(found[: len(leaves)])
+            read = zip(ends, found[len(leaves) :], strict=True)
+            passed_on.extend((out, gradient) for (out, _), gradient in read if gradient is not None)
+            ends.clear()
+
+        def encoder() -> None:
+            outs, gradients = zip(*passed_on, strict=True)
+            passed_on.clear()
+            self._add(torch.autograd.grad(outs, self.packed.leaves, gradients, allow_unused=True))
             self.packed.flat.local_only = True
 
-        return LinearCrossEntropy(*(x.detach() for x in losses)), backward
+        return LinearCrossEntropy(*(x.detach() for x in losses)), Backward(decoder, encoder)
+
+    def _add(self, found: Sequence[Tensor | None]) -> None:
+        pairs = [(g, f) for g, f in zip(self.packed.gradients, found, strict=True) if f is not None]
+        torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
 
 
 class _WithBackward(torch.autograd.Function):
@@ -209,14 +239,16 @@ class Recording:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.random.fork_rng([device]):
             _, backward = self._forward()
-            backward(self.scale)
+            backward.decoder(self.scale)
+            backward.encoder()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self) -> None:
         """Make the graphs."""
         where = self._stream, self._pool
         self._forward_graph, (self._losses, backward) = capture(self._forward, *where)
-        self._backward_graph, _ = capture(lambda: backward(self.scale), *where)
+        self._decoder_graph, _ = capture(lambda: backward.decoder(self.scale), *where)
+        self._encoder_graph, _ = capture(backward.encoder, *where)
 
     def _forward(self) -> Forward:
         src_tokens, prev_output_tokens, target = self.tokens
@@ -230,11 +262,14 @@ class Recording:
         self.load(sample)
         self._forward_graph.replay()
         losses = LinearCrossEntropy(*(x.clone() for x in self._losses))
-        return losses, self._backward
+        return losses, Backward(self._decoder, self._encoder)
 
-    def _backward(self, scale: Tensor) -> None:
+    def _decoder(self, scale: Tensor) -> None:
         self.scale.copy_(scale)
-        self._backward_graph.replay()
+        self._decoder_graph.replay()
+
+    def _encoder(self) -> None:
+        self._encoder_graph.replay()
         self._step.packed.flat.local_only = True
 
 

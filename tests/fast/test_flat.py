@@ -256,10 +256,10 @@ def test_norm(dtype: torch.dtype) -> None:
 def two_process_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    for way in ("averaged", "early", "wrapped", "buckets"):
+    for way in ("averaged", "early", "in parts", "all at first", "wrapped", "buckets"):
         torch.manual_seed(0)
         model = Attention()
-        own = way in ("averaged", "early")
+        own = way not in ("wrapped", "buckets")
         wrapper = model if own else ddp(model, gradient_as_bucket_view=way == "buckets")
         flat = FlatParameters.of(model.parameters())  # fairseq wraps before it builds the optimizer
         for step in range(2):
@@ -268,12 +268,21 @@ def two_process_worker(rank: int, folder: str) -> None:
         if own:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
             flat.local_only = True
-            if way == "early":
+            if way in ("in parts", "all at first"):
+                start = flat.behind([model.k.weight]) if way == "in parts" else 0
+                assert (0 < start < len(flat.grad)) == (way == "in parts")
+                flat.begin_average(start, None)
+            if way != "averaged":
                 flat.average_early(None)
             flat.average_grads(None)
             assert not flat.local_only
+            flat.begin_average(len(flat.grad), None)  # nothing
+            assert flat._begun is None
         flat.attach_grads()
         torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{way}{rank}.pt")
+    flat.begin_average(3, None)
+    flat.zero_grad()  # an error has come in between
+    assert not flat.grad.any() and flat._begun is None
     torch.distributed.destroy_process_group()
 
 

@@ -67,6 +67,26 @@ def test_backward_adds_to_the_flat_buffer(model: Any) -> None:
     assert_gradients(model, expected)
 
 
+def test_the_decoders_gradient_is_whole_before_the_encoders_begins(model: Any) -> None:
+    """It is averaged over processes by then."""
+    step = step_of(model)
+    flat = step.packed.flat
+    flat.zero_grad()
+    _, backward = step.forward(module.pack(*module._tokens(SAMPLES[0]), step.padding_idx))
+    backward.decoder(torch.tensor(2.0))
+    begun = flat.grad.clone()
+    backward.encoder()
+    behind = flat.behind(model.encoder.parameters())
+    decoder = sum(parameter.numel() for parameter in model.decoder.layers.parameters())
+    assert decoder <= len(flat.grad) - behind
+    assert flat.grad[behind:].equal(begun[behind:]) and begun[behind:].any()
+    for name, parameter in model.named_parameters():
+        if name.startswith("encoder.layers"):
+            start = flat.offsets[parameter]
+            assert not begun[start : start + parameter.numel()].any(), name
+    assert_gradients(model, gradients(model, (2.0, SAMPLES[0])))
+
+
 def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
     """fairseq's dummy batches: ``loss *= 0``, in place, then backward as all other processes."""
     step = step_of(model)
@@ -101,9 +121,10 @@ def test_activations_are_let_go_of_by_backward(model: Any, monkeypatch: pytest.M
     step = step_of(model)
     losses, backward = step.forward(module.pack(*module._tokens(SAMPLES[0]), step.padding_idx))
     assert not any(x.requires_grad for x in losses)
-    backward(torch.ones_like(losses.loss))
+    backward.decoder(torch.ones_like(losses.loss))
+    backward.encoder()
     with pytest.raises(IndexError):  # nothing is kept for another
-        backward(torch.ones_like(losses.loss))
+        backward.decoder(torch.ones_like(losses.loss))
 
 
 # Which recording a batch takes
@@ -281,12 +302,12 @@ def test_garbage_is_not_collected_while_a_recording_is_made() -> None:
         step = step_of(shaken(*HARD).cuda().train())
         losses = step.losses
 
-        def with_garbage(packed: Any) -> Any:
+        def with_garbage(*given: Any) -> Any:
             if torch.cuda.is_current_stream_capturing():
                 gc.set_threshold(1, 1, 1)
                 _ = [[i] for i in range(1000)]
                 gc.set_threshold(1_000_000)
-            return losses(packed)
+            return losses(*given)
 
         step.losses = with_garbage  # type: ignore[method-assign]
         step.train(moved(SAMPLES[0], "cuda")).loss.backward()

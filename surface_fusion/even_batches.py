@@ -15,7 +15,7 @@ import numpy as np
 from surface_fusion.fast.packed import Capacity, capacity_for
 
 ATTENDED = 1e-3
-"""What a word costs for each that it may attend to, in source rows: of 652 updates' times (H200, width 512)."""
+"""What a word costs for each that it may attend to, in source rows (from 652 updates on H200s, width 512)."""
 
 
 def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ so each is compiled in a child process of its own, forked as torch's data loader
 leave the result in Triton's cache on disk, where this process finds it.
 """
 
+import gc
 import logging
 import multiprocessing
 import signal
@@ -114,6 +115,7 @@ def _compile_only(job: Job, target: Any) -> None:
     from triton.runtime import JITFunction, driver
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it ends its children
+    gc.disable()  # to collect what the parent has on the GPU would end this process
     run = JITFunction.run
 
     def compile_kernel(*args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Every kernel that a step needs is called before, and a failure stops nothing."""
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -80,6 +81,19 @@ def test_children_compile_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyP
     for child in fork([partial(relu_backward, x, x, 1.0)], GPUTarget("cuda", 90, 32)):
         child.join()  # successful or not: what launches the kernel needs CUDA's library
     assert [path.name for path in tmp_path.glob("*/*.cubin")] == ["_relu_backward_kernel.cubin"]
+
+
+@pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton's compiler")
+def test_a_child_collects_no_garbage() -> None:
+    """The parent's may lie on the GPU, which ended children that met it: their kernels were compiled late."""
+    from triton.backends.compiler import GPUTarget
+
+    def job() -> None:
+        assert not gc.isenabled()
+
+    child, _ = fork([job], GPUTarget("cuda", 90, 32))
+    child.join()
+    assert child.exitcode == 0 and gc.isenabled()
 
 
 @pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton's compiler")

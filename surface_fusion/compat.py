@@ -34,7 +34,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion import quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
-from surface_fusion.early_step import begin_step
+from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
@@ -305,6 +305,7 @@ def apply() -> None:
     _wrap(data_utils, "batch_by_size", keep_last_batch)
     _wrap(Trainer, "train_step", leave_out_dummies)
     _wrap(Trainer, "train_step", use_begun)
+    _wrap(Trainer, "train_step", expect_step)
     _wrap(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
     skip_overlong_sentences()
     mend_data_in_parts()

@@ -1,18 +1,33 @@
 """The next batch's forward is launched right behind the optimizer's step, before the host goes on.
 
-Between two updates the host logs, asks whether it is time to validate or to save, and takes the next batch:
-1.3 ms, for which the GPU waited, of 20 an update of 16,384 tokens, and of 7.5 with 2,048 (base model, H200).
+Between two updates the host logs, asks whether it is time to validate or to save, and takes the next batch;
+for 1.3 ms of each the GPU waited (base model, H200; an update of 16,384 tokens takes 20 to 27, of 2,048 7.5).
 But the next batch lies in fairseq's buffer by then. The trainer, when it comes to the batch, finds its
-forward done (``fast/forward_ahead.py`` says when that counts), and what an update computes is the same.
+forward done, and an update computes the same (``fast/forward_ahead.py`` says what it looks at). Only in
+fairseq's own loop, where it is known what happens between two updates.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from surface_fusion.quick_trainer import seed_of_update
+import torch
+
+from surface_fusion.quick_trainer import is_fairseqs_loop, seed_of_update
+
+
+class Begun(NamedTuple):
+    """A batch whose forward was begun."""
+
+    batch: Mapping[str, Any]
+    """As it lay in the buffer."""
+    parts: list[tuple[Any, int]]
+    on_gpu: Mapping[str, Any]
+
 
 _given: tuple[int, Callable[[], Any]] = 0, lambda: None
+"""The identity of the last batch that a buffer gave, and a weak reference to that buffer."""
 
 
 def remember_buffer(next_batch: Callable[[Any], Any], buffered: Any) -> Any:
@@ -27,12 +42,12 @@ def use_begun(
     train_step: Callable[..., Any], trainer: Any, samples: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """fairseq's ``Trainer.train_step``; a batch whose forward was begun is the one on the GPU already."""
-    batch, on_gpu = vars(trainer).pop("begun", (None, None))
+    begun: Begun | None = vars(trainer).pop("begun", None)
     last, buffer = _given
     if samples and id(samples[-1]) == last:
         trainer.buffer_of_next = buffer
-    if batch is not None and samples and samples[0] is batch:
-        samples = [on_gpu, *samples[1:]]
+    if begun is not None and samples and samples[0] is begun.batch and _same(begun.parts, _parts(samples[0])):
+        samples = [begun.on_gpu, *samples[1:]]
     try:
         return train_step(trainer, samples, *args, **kwargs)
     finally:
@@ -42,8 +57,11 @@ def use_begun(
 def begin_next(set_num_updates: Callable[..., Any], trainer: Any, num_updates: int) -> Any:
     """fairseq's ``Trainer.set_num_updates``, which follows the optimizer's step in a training."""
     buffered = vars(trainer).pop("buffer_of_next", lambda: None)()
-    if buffered is not None:
-        _begin(trainer, buffered._queue.queue, seed_of_update(trainer, num_updates))
+    if buffered is not None and is_fairseqs_loop(trainer):
+        with contextlib.suppress(
+            torch.cuda.OutOfMemoryError
+        ):  # in the batch's turn the trainer knows what to do
+            _begin(trainer, buffered._queue.queue, seed_of_update(trainer, num_updates))
     return set_num_updates(trainer, num_updates)
 
 
@@ -54,6 +72,21 @@ def _begin(trainer: Any, waiting: Sequence[Any], seed: int) -> None:
         return
     batch = waiting[0]
     if isinstance(batch, dict) and batch:  # no end of the epoch, error, or dummy
+        parts = _parts(batch)
         sample, _ = trainer._prepare_sample(batch)
         if step.begin(sample, seed):
-            trainer.begun = batch, sample
+            trainer.begun = Begun(batch, parts, sample)
+
+
+def _parts(batch: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """All that a batch holds, and how often its tensors were changed."""
+    parts: list[tuple[Any, int]] = []
+    for part in batch.values():
+        parts += _parts(part) if isinstance(part, dict) else [(part, getattr(part, "_version", 0))]
+    return parts
+
+
+def _same(one: list[tuple[Any, int]], other: list[tuple[Any, int]]) -> bool:
+    return len(one) == len(other) and all(
+        a is b and version == now for (a, version), (b, now) in zip(one, other, strict=True)
+    )

@@ -74,7 +74,7 @@ class FlatAdam(FairseqOptimizer):
             super().all_reduce_grads(module)
 
     def multiply_grads(self, c: Union[float, Tensor]) -> None:
-        """Scale the gradient by *c*, a number or a scalar tensor; done by the next step."""
+        """Scale the gradient by *c*, a number or a scalar tensor; done by the next step (not begun yet)."""
         self.optimizer.grad_factor = self.optimizer.grad_factor * c
 
     def clip_grad_norm(
@@ -98,10 +98,14 @@ class FlatAdam(FairseqOptimizer):
     def begin_step(self, factor: float, max_norm: float, margin: float) -> None:
         """Launch the next :meth:`step` now, if the norm is on its way from a GPU; it does not wait for it.
 
+        After it only :meth:`clip_grad_norm` may come, and then the step, or :meth:`zero_grad` where the norm
+        is not finite.
+
         Args:
             factor: of the gradient, apart from :meth:`multiply_grads`.
-            max_norm: to which it is to be scaled down, if that is above 0 ...
-            margin: ... plus so much.
+            max_norm: where it is above 0 and the norm is larger, the gradient is scaled by
+                max_norm / (norm + margin).
+            margin: see there.
         """
         norm = self.flat.norm_on_device()
         if (
@@ -226,7 +230,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
 
         Args:
             factor: a vector: fp16 times a scalar would be rounded to fp16.
-            found_inf: a scalar; where it is 1, nothing is to change.
+            found_inf: a vector of one; where it is 1, nothing is to change.
         """
         data = self.flat.data
         if self._half and self._master is None:  # not sooner: a checkpoint may have been loaded in between
@@ -243,6 +247,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             plain_adam(*tensors, self._steps + 1, **hyperparameters)
         else:
             fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
+            torch.autograd.graph.increment_version(weights)  # torch's kernel does not
         if self._half:
             data.copy_(weights)
 

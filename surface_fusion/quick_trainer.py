@@ -14,11 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from fairseq.tasks import FairseqTask
+from fairseq.trainer import Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from surface_fusion import early_sums
 from surface_fusion.while_waiting import hold
+
+_TRAIN_STEP, _OPTIMIZER_STEP = FairseqTask.train_step, FairseqTask.optimizer_step
 
 
 class ReadOnceConfig(DictConfig):
@@ -101,6 +105,13 @@ def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:
     if trainer.cuda:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     return None
+
+
+def is_fairseqs_loop(trainer: Any) -> bool:
+    """Whether it is known what happens in an update and between two: neither trainer nor task is changed."""
+    steps = [getattr(trainer.task, name, None) for name in ("train_step", "optimizer_step")]
+    known = [getattr(step, "__func__", None) for step in steps] == [_TRAIN_STEP, _OPTIMIZER_STEP]
+    return type(trainer) is Trainer and "train_step" not in vars(trainer) and not trainer.is_fsdp and known
 
 
 def seed_of_update(trainer: Any, num_updates: int) -> int:

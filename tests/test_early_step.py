@@ -10,15 +10,21 @@ from fairseq.tasks import FairseqTask
 from test_optimizer import HERE, build, give, gradients, network, wrapped
 from torch import Tensor
 
-from surface_fusion.early_step import begin_step
+from surface_fusion import early_step
+from surface_fusion.early_step import begin_step, expect_step
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def fairseqs_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_step, "is_fairseqs_loop", lambda trainer: trainer.fairseqs)
 
 
 class Training:
     """What of fairseq's trainer takes part, with a gradient that was computed on a GPU."""
 
-    is_fsdp = False
+    fairseqs = True
 
     def __init__(self, dtype: torch.dtype, early: bool, **cfg: Any) -> None:
         self.model = network(dtype)
@@ -47,7 +53,7 @@ class Training:
         flat.local_only = self.early
         self.optimizer.multiply_grads(0.3)
         try:
-            norm = begin_step(Training.clip_grad_norm, self, max_norm)
+            norm = expect_step(lambda trainer: begin_step(Training.clip_grad_norm, trainer, max_norm), self)
         except OverflowError:
             self.optimizer.zero_grad()
             return torch.inf
@@ -97,30 +103,72 @@ def test_nothing_changes_where_the_norm_is_not_finite(dtype: torch.dtype, bad: f
     assert_same(early, late, 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_that_is_not_begun_follows_one_that_did_not_come(dtype: torch.dtype) -> None:
+    """And one that came."""
+    early, late = (Training(dtype, how) for how in (True, False))
+    for step in range(8):
+        early.early = step % 3 != 1
+        bad = torch.inf if step == 3 else 1.0
+        assert early.update(step, 0.5, bad) == late.update(step, 0.5, bad)
+    assert early.begun == [step % 3 != 1 for step in range(8)]
+    assert_same(early, late, 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_almost_nothing_is_clipped_as_fairseq_does(dtype: torch.dtype) -> None:
+    """To max_norm / norm in fp16, else to max_norm / (norm + 1e-6): up to half of it."""
+    early, late = (Training(dtype, how, adam_eps=1e-8) for how in (True, False))
+    small = 1e-3 if dtype == torch.float16 else 1e-6  # a loss scale of 128 is on it, too
+    for step in range(3):
+        assert early.update(step, 1e-7, small) == late.update(step, 1e-7, small)
+    moments = [
+        torch.cat(
+            [state["exp_avg"].flatten() for state in one.flat_adam.optimizer.state_dict()["state"].values()]
+        )
+        for one in (early, late)
+    ]
+    assert moments[0].any()
+    torch.testing.assert_close(moments[0], moments[1], rtol=1e-3, atol=0)
+
+
 def test_whose_step_is_not_begun() -> None:
-    """A task that does not step each time, a plain optimizer, FSDP, a gradient that is not here yet."""
-
-    class Patient(FairseqTask):
-        def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
-            if update_num % 2:
-                optimizer.step()
-
-    trainings = [Training(torch.float16, True) for _ in range(3)]
-    trainings[0].task = Patient(None)
-    trainings[1].is_fsdp = True
-    trainings[2].flat_adam.flat.norm_on_device = lambda: None
+    """Where something else is known to happen, of a plain optimizer, of a gradient that is not here yet."""
+    trainings = [Training(torch.float16, True) for _ in range(4)]
+    trainings[0].fairseqs = False
+    trainings[1].flat_adam.flat.norm_on_device = lambda: None
+    multiply = trainings[2].optimizer.multiply_grads
+    trainings[2].optimizer.multiply_grads = lambda c: multiply(torch.tensor(c))
+    trainings[3].flat_adam.multiply_grads(torch.tensor(1.0))
+    trainings[3].optimizer.zero_grad = lambda: None
     trainings.append(Training(torch.float16, True, sf_plain=True))
     for training in trainings:
         before = training.model[0].weight.clone()
         training.update(0, 0.5)
         assert training.begun == [False]
-        assert training.model[0].weight.equal(before) == (training is trainings[0])
+        assert not training.model[0].weight.equal(before)
+
+
+def test_one_step_follows_the_first_clipping_of_an_update() -> None:
+    begun: list[float] = []
+    optimizer = SimpleNamespace(begin_step=lambda factor, max_norm, margin: begun.append(max_norm))
+    trainer: Any = SimpleNamespace(optimizer=optimizer, fairseqs=True)
+
+    def clip_twice(trainer: Any) -> None:
+        for max_norm in (1.0, 2.0):
+            begin_step(lambda trainer, norm: torch.tensor(norm), trainer, max_norm)
+
+    clip_twice(trainer)  # not in an update
+    assert begun == []
+    expect_step(clip_twice, trainer)
+    clip_twice(trainer)
+    assert begun == [1.0]
 
 
 def test_other_optimizers_are_left_alone() -> None:
     asked: list[float] = []
     optimizer = SimpleNamespace(clip_grad_norm=lambda norm: asked.append(norm) or torch.tensor(2.0))
-    trainer = SimpleNamespace(optimizer=optimizer, task=FairseqTask(None), is_fsdp=False)
+    trainer = SimpleNamespace(optimizer=optimizer, step_follows=True)
     assert begin_step(lambda trainer, norm: trainer.optimizer.clip_grad_norm(norm), trainer, 3.0) == 2
     assert asked == [3.0]
 

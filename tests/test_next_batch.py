@@ -1,17 +1,21 @@
 """Trainings whose next batch's forward is begun early are those whose is not."""
 
+import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fairseq import options, tasks
-from fairseq.data.iterators import GroupedIterator
+from fairseq.data.iterators import BufferedIterator, GroupedIterator
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from tiny import USER_DIR
 
+from surface_fusion import next_batch
 from surface_fusion.cli.main import main
 from surface_fusion.fast import step as step_module
 from surface_fusion.fast.forward_ahead import ForwardAhead
@@ -86,6 +90,7 @@ def train(
     updates: int = 99,
     epochs: int = 2,
     between: Callable[[Any], None] = lambda trainer: None,
+    given: Callable[[list[Any]], list[Any]] = lambda samples: samples,
 ) -> list[float]:
     """Losses of the first *updates* of each epoch, as in fairseq's command line; then a validation's."""
     argv = [data, *TRAIN, *FLAGS, *flags]
@@ -101,7 +106,7 @@ def train(
         batches = trainer.get_train_iterator(epoch).next_epoch_itr()
         trainer.begin_epoch(epoch)
         for samples in GroupedIterator(batches, cfg.optimization.update_freq[0]).take(updates):
-            logged = trainer.train_step(samples)
+            logged = trainer.train_step(given(samples))
             if logged is not None:
                 seen.append(logged["loss"])
             between(trainer)
@@ -177,6 +182,151 @@ def test_an_update_that_overflows(
     assert taken[1:] == [False, True, True, True, False, True, True]
     not_begun(monkeypatch)
     assert train(data, epochs=1, between=overflow) == got
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are copied, as to a GPU; what is there already is not."""
+    copies: list[Any] = []
+
+    def prepare(self: Any, batch: Any, is_dummy: bool = False) -> Any:
+        if not any(batch is copy for copy in copies):
+            copies.append(batch := copy.deepcopy(batch))
+        return batch, False
+
+    monkeypatch.setattr(Trainer, "_prepare_sample", prepare)
+
+
+def reverse(samples: list[Any]) -> list[Any]:
+    """Other tokens, in the same batch."""
+    samples[0]["net_input"]["src_tokens"] = samples[0]["net_input"]["src_tokens"].flip(0)
+    return samples
+
+
+def reverse_in_place(samples: list[Any]) -> list[Any]:
+    tokens = samples[0]["net_input"]["src_tokens"]
+    tokens.copy_(tokens.flip(0))
+    return samples
+
+
+def fewer(samples: list[Any]) -> list[Any]:
+    """What is normalised by."""
+    samples[0]["ntokens"] -= 1
+    return samples
+
+
+def other(samples: list[Any]) -> list[Any]:
+    return [dict(samples[0])]
+
+
+@pytest.mark.parametrize("given", [reverse, reverse_in_place, fewer, other])
+def test_a_batch_that_was_changed_meanwhile(
+    data: Path,
+    eager: None,
+    copied: None,
+    taken: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    given: Callable[[list[Any]], list[Any]],
+) -> None:
+    train(data, epochs=1)
+    assert any(taken)
+    taken.clear()
+    got = train(data, given=given)
+    assert not any(taken)
+    not_begun(monkeypatch)
+    assert train(data, given=given) == got
+
+
+def test_another_batch_than_the_next(
+    data: Path, eager: None, copied: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+
+    def backwards(samples: list[Any]) -> list[Any]:
+        """The first four are kept, and then come one by one instead of others, which wait themselves."""
+        kept.append(samples)
+        return kept.pop(0) if len(kept) > 2 else samples
+
+    got = train(data, epochs=1, given=backwards)
+    assert not any(taken[4:])  # what was given is not what the buffer gave last
+    not_begun(monkeypatch)
+    kept.clear()
+    assert train(data, epochs=1, given=backwards) == got
+
+
+def test_memory_that_runs_out_costs_nothing_but_the_early_begin(
+    data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, run = PackedStep.begin, Eager.run
+    full: list[bool] = []
+
+    def begin_or_fail(self: Any, sample: Any, seed: int) -> bool:
+        full.append(len(full) % 2 == 1)
+        return begin(self, sample, seed)
+
+    def run_or_fail(self: Any, sample: Any) -> Any:
+        if full and full[-1]:
+            full[-1] = False
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return run(self, sample)
+
+    monkeypatch.setattr(PackedStep, "begin", begin_or_fail)
+    monkeypatch.setattr(Eager, "run", run_or_fail)
+    got = train(data, epochs=1)
+    assert 2 * sum(taken) in range(len(taken) - 3, len(taken) + 1)
+    not_begun(monkeypatch)
+    full.clear()
+    assert train(data, epochs=1) == got
+
+
+def test_a_batch_without_a_recording_waits(
+    data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Eager, "hold", lambda self, sample: sample["nsentences"] % 16 == 0)
+    got = train(data)
+    assert 0 < sum(taken) < len(taken) - 4
+    not_begun(monkeypatch)
+    assert train(data) == got
+
+
+def test_what_is_no_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty buffer, an epoch's end, an error, a dummy; and nothing after an update that did not come."""
+    begun: list[Any] = []
+    step = SimpleNamespace(begin=lambda sample, seed: begun.append((sample, seed)) or True)
+    trainer: Any = SimpleNamespace(
+        model=None,
+        cfg=SimpleNamespace(common=SimpleNamespace(seed=7)),
+        get_criterion=lambda: SimpleNamespace(step_of=lambda model: step),
+        _prepare_sample=lambda batch: (batch, False),
+    )
+    monkeypatch.setattr(next_batch, "is_fairseqs_loop", lambda trainer: True)
+    batch = {"net_input": {"src_tokens": torch.ones(2)}}
+    batches: list[Any] = [{"nsentences": 1}, {}, {"nsentences": 2}, None, {"nsentences": 3}, batch]
+    buffered = BufferedIterator(len(batches) + 1, batches)
+
+    def update(trainer: Any, samples: Any) -> None:
+        next_batch.begin_next(lambda trainer, number: None, trainer, 3)
+
+    for _ in range(2):
+        next_batch.use_begun(update, trainer, [next(buffered)])  # then nothing but a dummy follows
+        assert begun == [] and not hasattr(trainer, "begun")
+        next_batch.use_begun(lambda trainer, samples: None, trainer, [next(buffered)])  # an overflow
+        next_batch.begin_next(lambda trainer, number: None, trainer, 3)
+        assert begun == []
+    buffered._consumer.join()
+    samples = [next(buffered)]
+    next_batch.use_begun(update, trainer, [{"of": "another list"}])
+    assert begun == []
+    next_batch.use_begun(update, trainer, samples)
+    assert begun == [(batch, 10)] and trainer.begun.batch is batch
+    next_batch.use_begun(update, trainer, [next(buffered)])  # the end follows
+    assert len(begun) == 1 and not hasattr(trainer, "begun")
+    empty = BufferedIterator(2, [])
+    next_batch._begin(trainer, empty._queue.queue, 3)
+    assert len(begun) == 1
+    alive = weakref.ref(buffered)
+    del buffered
+    assert alive() is None  # nobody keeps it, nor its batches
 
 
 def test_without_a_buffer_nothing_is_begun(data: Path, eager: None, taken: list[bool]) -> None:

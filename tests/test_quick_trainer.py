@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fairseq.trainer
 import numpy as np
 import pytest
 import torch
 from fairseq.data import FairseqDataset
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,6 +23,7 @@ from surface_fusion.quick_trainer import (
     announce_sums,
     build_quickly,
     compare_norms_later,
+    is_fairseqs_loop,
     keep_data_workers,
     keep_first_batch,
     send_norm_along,
@@ -428,3 +431,39 @@ def test_they_do_not_where_they_would_not_know_the_epoch(cfg: DictConfig) -> Non
     finally:
         del type(dataset).can_reuse_epoch_itr_across_epochs
     assert len({process for epoch in found for batch in epoch for _, process in batch}) == 2
+
+
+def test_whose_loop_is_known() -> None:
+    """fairseq's trainer, and a task that leaves its steps alone; of others nobody knows what they do."""
+
+    class Task(FairseqTask):
+        pass
+
+    class Clamping(FairseqTask):
+        def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+            super().optimizer_step(optimizer, model, update_num)
+
+    class Augmenting(FairseqTask):
+        def train_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train_step(*args, **kwargs)
+
+    class Subclass(fairseq.trainer.Trainer):
+        pass
+
+    def trainer(kind: Any, task: Any, ddp: str = "pytorch_ddp", **more: Any) -> Any:
+        made = kind.__new__(kind)
+        made.task, made.cfg = task, FairseqConfig()
+        made.cfg.distributed_training.ddp_backend = ddp
+        vars(made).update(more)
+        return made
+
+    own = fairseq.trainer.Trainer
+    watched = Task(None)
+    watched.train_step = lambda *args: None  # type: ignore[method-assign]
+    assert is_fairseqs_loop(trainer(own, Task(None)))
+    assert is_fairseqs_loop(trainer(own, TranslationTask.__new__(TranslationTask)))
+    for task in (Clamping(None), Augmenting(None), watched):
+        assert not is_fairseqs_loop(trainer(own, task))
+    assert not is_fairseqs_loop(trainer(Subclass, Task(None)))
+    assert not is_fairseqs_loop(trainer(own, Task(None), train_step=None))
+    assert not is_fairseqs_loop(trainer(own, Task(None), ddp="fully_sharded"))

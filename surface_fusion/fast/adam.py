@@ -56,12 +56,6 @@ def fused_adam(
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
     eps /= math.sqrt(1 - beta2**steps)
     tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
-    settings: dict[str, Any] = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "weight_decay": weight_decay,
-        "eps": eps,
-    }
-    settings |= {"amsgrad": False, "maximize": False, "found_inf": found_inf}
+    settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+    settings |= {"weight_decay": weight_decay, "found_inf": found_inf, "amsgrad": False, "maximize": False}
     torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]

@@ -96,7 +96,7 @@ class FlatParameters:
         return all(p in self._views and self._views[p][1] == p.data_ptr() for p in params)
 
     def version(self) -> int:
-        """Another number after each change of the parameters in place, other than of their ``.data``."""
+        """Another number after each change of the parameters that torch counts: not of their ``.data``."""
         return self.data._version + sum(map(attrgetter("_version"), self.offsets))
 
     def view(self, param: nn.Parameter, flat: Optional[Tensor] = None) -> Tensor:

@@ -1,7 +1,8 @@
 """The forward of a batch that was launched before the batch came, if everything is still as it was then."""
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,13 +11,17 @@ from surface_fusion.fast.flat import FlatParameters
 
 Outcome = TypeVar("Outcome")
 
+MISSES = 3
+"""So many forwards in a row for nothing, and no other is begun: something changes what they hang on."""
 
-class Begun(NamedTuple, Generic[Outcome]):
+
+@dataclass(frozen=True)
+class Begun(Generic[Outcome]):
     """A forward, and what it hangs on."""
 
     tokens: Sequence[Tensor]
-    version: int
-    """Of the parameters."""
+    versions: list[int]
+    """Of the parameters, and of the tokens."""
     drawn: tuple[Tensor, Tensor]
     """States of the generator of random numbers, before it and after."""
     outcome: Outcome
@@ -32,35 +37,51 @@ class ForwardAhead(Generic[Outcome]):
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self._begun: Begun[Outcome] | None = None
+        self._missed = 0
         device = flat.data.device
         generators = torch.cuda.default_generators if device.type == "cuda" else [torch.default_generator]
         self._generator = generators[device.index or 0]
+
+    @property
+    def pays(self) -> bool:
+        """Whether forwards that were begun have been of use."""
+        return self._missed < MISSES
 
     def begin(self, tokens: Sequence[Tensor], seed: int, run: Callable[[], Outcome]) -> None:
         """Run the forward *run* of a batch of *tokens*, with the random numbers of *seed*.
 
         What else is drawn before the batch comes is as if it had not been run.
         """
+        self._missed += self._begun is not None
+        self._begun = None
         before = self._generator.get_state()
         self._generator.manual_seed(seed)
-        fresh = self._generator.get_state()
-        outcome = run()
-        self._begun = Begun(tokens, self._flat.version(), (fresh, self._generator.get_state()), outcome)
-        self._generator.set_state(before)
+        try:
+            fresh = self._generator.get_state()
+            outcome = run()
+            self._begun = Begun(tokens, self._versions(tokens), (fresh, self._generator.get_state()), outcome)
+        finally:
+            self._generator.set_state(before)
 
     def take(self, tokens: Sequence[Tensor]) -> Outcome | None:
         """What :meth:`begin` found for *tokens*, if that is what a run would find now; else None.
 
-        The parameters must not have changed (by what torch counts, which changes of ``.data`` are not), and
-        the generator must have been given the same seed, and nothing have been drawn from it since.
+        Parameters and tokens must not have changed (by what torch counts, which changes of ``.data`` are
+        not), and the generator must have been given the same seed, and nothing have been drawn since.
         """
         begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        self._missed += 1
         if (
-            begun is None
-            or any(one is not other for one, other in zip(begun.tokens, tokens, strict=True))
-            or begun.version != self._flat.version()
+            any(one is not other for one, other in zip(begun.tokens, tokens, strict=True))
+            or begun.versions != self._versions(tokens)
             or not self._generator.get_state().equal(begun.drawn[0])
         ):
             return None
+        self._missed = 0
         self._generator.set_state(begun.drawn[1])
         return begun.outcome
+
+    def _versions(self, tokens: Sequence[Tensor]) -> list[int]:
+        return [self._flat.version(), *(part._version for part in tokens)]

@@ -102,11 +102,13 @@ class PackedStep:
         """On a GPU, launch the forward of a batch for the :meth:`train` to come, seeded with *seed*.
 
         Returns:
-            Whether that was done: not where it would take a recording, which waits until the batch has come.
+            Whether that was done: not where it would take a recording, which waits until the batch has come,
+            nor where those begun before were of no use.
         """
         graphs = self._graphs
-        if graphs is None or not graphs.hold(sample):
+        if graphs is None or not self._ahead.pays or not graphs.hold(sample):
             return False
+        self.packed.training = True
         self._ahead.begin(_tokens(sample), seed, lambda: graphs.run(sample))
         return True
 

@@ -8,7 +8,8 @@ from tiny import batch, shaken
 from torch import Tensor
 
 from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward_ahead import ForwardAhead
+from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
+from surface_fusion.optimizer import FlatAdamUpdate
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = (torch.tensor([1, 2]), torch.tensor([3]))
@@ -76,13 +77,26 @@ def test_not_with_another_seed_or_when_something_was_drawn(ahead: ForwardAhead[A
     assert draw() != expected  # the generator is left alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_when_the_optimizer_has_stepped(dtype: torch.dtype, model: Any) -> None:
+    """torch's fused kernel does not say so itself."""
+    for plain in (True, False):
+        optimizer = FlatAdamUpdate(model.to(dtype).parameters(), 0.1, (0.9, 0.9), 1e-8, 0.0, plain=plain)
+        ahead: ForwardAhead[Any] = ForwardAhead(optimizer.flat)
+        ahead.begin(TOKENS, 5, draw)
+        optimizer.flat.grad.fill_(1.0)
+        optimizer.step()
+        torch.manual_seed(5)
+        assert ahead.take(TOKENS) is None
+
+
 @torch.no_grad()
 def test_not_when_the_parameters_have_changed(
     ahead: ForwardAhead[Any], flat: FlatParameters, model: Any
 ) -> None:
     one: Tensor = next(model.parameters())
     changes = (
-        lambda: flat.data.mul_(2),  # the optimizer
+        lambda: flat.data.mul_(2),
         lambda: one.clamp_(max=0.1),  # a task
         lambda: model.load_state_dict(model.state_dict()),
     )
@@ -96,3 +110,46 @@ def test_not_when_the_parameters_have_changed(
     model(**{name: value.to(HERE) for name, value in batch()["net_input"].items()})
     torch.manual_seed(5)
     assert ahead.take(TOKENS) is not None
+
+
+def test_not_when_the_tokens_have_changed(ahead: ForwardAhead[Any]) -> None:
+    tokens = tuple(part.clone() for part in TOKENS)
+    ahead.begin(tokens, 5, draw)
+    tokens[1].fill_(7)
+    torch.manual_seed(5)
+    assert ahead.take(tokens) is None
+
+
+def test_it_is_given_up_after_some_in_a_row_for_nothing(ahead: ForwardAhead[Any]) -> None:
+    def use(fitting: bool) -> None:
+        ahead.begin(TOKENS, 5, draw)
+        torch.manual_seed(5 if fitting else 6)
+        assert (ahead.take(TOKENS) is not None) == fitting
+
+    for fitting in (*(False,) * (MISSES - 1), True, *(False,) * (MISSES - 1)):
+        use(fitting)
+        assert ahead.pays
+    use(False)
+    assert not ahead.pays
+
+
+def test_what_never_comes_is_for_nothing(ahead: ForwardAhead[Any]) -> None:
+    for _ in range(MISSES):
+        ahead.begin(TOKENS, 5, draw)
+        assert ahead.pays
+    ahead.begin(TOKENS, 5, draw)
+    assert not ahead.pays
+
+
+def test_an_error_leaves_the_generator_as_it_was(ahead: ForwardAhead[Any]) -> None:
+    def fail() -> Any:
+        draw()
+        raise torch.cuda.OutOfMemoryError("of memory")
+
+    torch.manual_seed(1)
+    ahead.begin(TOKENS, 4, draw)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        ahead.begin(TOKENS, 5, fail)
+    assert draw() == seeded(1)
+    torch.manual_seed(4)
+    assert ahead.take(TOKENS) is None

@@ -132,6 +132,14 @@ def test_a_norm_of_almost_nothing_is_clipped_as_fairseq_does(dtype: torch.dtype)
     torch.testing.assert_close(moments[0], moments[1], rtol=1e-3, atol=0)
 
 
+def test_one_step_was_begun_not_two() -> None:
+    training = Training(torch.float32, True)
+    training.update(0, 0.5)
+    before = training.model[0].weight.clone()
+    training.optimizer.step()
+    assert not training.model[0].weight.equal(before)
+
+
 def test_whose_step_is_not_begun() -> None:
     """Where something else is known to happen, of a plain optimizer, of a gradient that is not here yet."""
     trainings = [Training(torch.float16, True) for _ in range(4)]

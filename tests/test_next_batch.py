@@ -18,7 +18,7 @@ from tiny import USER_DIR
 from surface_fusion import next_batch
 from surface_fusion.cli.main import main
 from surface_fusion.fast import step as step_module
-from surface_fusion.fast.forward_ahead import ForwardAhead
+from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.fast.packed import pack
 from surface_fusion.fast.step import PackedStep
 from tests.small_training import PREPROCESS, TRAIN
@@ -158,8 +158,12 @@ def test_a_training_is_the_same(
 def test_parameters_that_somebody_changes(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun: list[int] = []
+    begin = ForwardAhead.begin
+    monkeypatch.setattr(ForwardAhead, "begin", lambda *args: begun.append(1) or begin(*args))
     got = train(data, between=clamp)
     assert not any(taken)
+    assert len(begun) == MISSES  # then it is given up
     not_begun(monkeypatch)
     assert train(data, between=clamp) == got
 

@@ -108,7 +108,6 @@ class PackedStep:
         graphs = self._graphs
         if graphs is None or not self._ahead.pays or not graphs.hold(sample):
             return False
-        self.packed.training = True
         self._ahead.begin(_tokens(sample), seed, lambda: graphs.run(sample))
         return True
 

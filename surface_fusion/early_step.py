@@ -32,6 +32,7 @@ def begin_step(clip_grad_norm: Callable[..., Tensor], trainer: Any, clip_norm: f
         margin = 0.0 if optimizer.scaler is not None else margin  # fairseq clips bf16 as torch does, fp16 not
         optimizer = optimizer.wrapped_optimizer
     begin = getattr(optimizer, "begin_step", None)
-    if begin is not None and vars(trainer).pop("step_follows", False):
+    follows = vars(trainer).pop("step_follows", False) and "step" not in vars(trainer.optimizer)
+    if begin is not None and follows:
         begin(factor, clip_norm, margin)
     return clip_grad_norm(trainer, clip_norm)

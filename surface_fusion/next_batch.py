@@ -7,12 +7,9 @@ forward done, and an update computes the same (``fast/forward_ahead.py`` says wh
 fairseq's own loop, where it is known what happens between two updates.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from surface_fusion.quick_trainer import is_fairseqs_loop, seed_of_update
 
@@ -58,10 +55,11 @@ def begin_next(set_num_updates: Callable[..., Any], trainer: Any, num_updates: i
     """fairseq's ``Trainer.set_num_updates``, which follows the optimizer's step in a training."""
     buffered = vars(trainer).pop("buffer_of_next", lambda: None)()
     if buffered is not None and is_fairseqs_loop(trainer):
-        with contextlib.suppress(
-            torch.cuda.OutOfMemoryError
-        ):  # in the batch's turn the trainer knows what to do
+        try:
             _begin(trainer, buffered._queue.queue, seed_of_update(trainer, num_updates))
+        except RuntimeError as error:
+            if "out of memory" not in str(error):  # which fairseq can deal with in the batch's turn
+                raise
     return set_num_updates(trainer, num_updates)
 
 

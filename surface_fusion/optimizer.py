@@ -108,11 +108,9 @@ class FlatAdam(FairseqOptimizer):
             margin: see there.
         """
         norm = self.flat.norm_on_device()
-        if (
-            norm is not None
-            and not torch.is_tensor(factor)
-            and not torch.is_tensor(self.optimizer.grad_factor)
-        ):
+        on_host = not torch.is_tensor(factor) and not torch.is_tensor(self.optimizer.grad_factor)
+        hooks = self.optimizer._optimizer_step_pre_hooks  # who may change the gradient
+        if norm is not None and on_host and not hooks:
             self.optimizer.begin(norm, factor, max_norm, margin)
 
     def step(

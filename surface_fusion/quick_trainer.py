@@ -108,10 +108,15 @@ def set_seed(set_seed: Callable[[Any], None], trainer: Any) -> None:
 
 
 def is_fairseqs_loop(trainer: Any) -> bool:
-    """Whether it is known what happens in an update and between two: neither trainer nor task is changed."""
+    """Whether fairseq's own methods are what an update and the time between two are made of.
+
+    What a subclass, or one trainer or task alone, has of its own is noticed; what was patched into fairseq's
+    classes is not.
+    """
     steps = [getattr(trainer.task, name, None) for name in ("train_step", "optimizer_step")]
     known = [getattr(step, "__func__", None) for step in steps] == [_TRAIN_STEP, _OPTIMIZER_STEP]
-    return type(trainer) is Trainer and "train_step" not in vars(trainer) and not trainer.is_fsdp and known
+    replaced = any(callable(getattr(Trainer, name, None)) for name in vars(trainer))
+    return type(trainer) is Trainer and known and not replaced and not trainer.is_fsdp
 
 
 def seed_of_update(trainer: Any, num_updates: int) -> int:

@@ -173,6 +173,30 @@ def test_one_step_follows_the_first_clipping_of_an_update() -> None:
     assert begun == [1.0]
 
 
+def test_no_step_follows_an_update_that_failed() -> None:
+    trainer: Any = SimpleNamespace(fairseqs=True)
+
+    def fail(trainer: Any) -> None:
+        raise ValueError("before the norm")
+
+    with pytest.raises(ValueError, match="before the norm"):
+        expect_step(fail, trainer)
+    assert not trainer.step_follows
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_that_is_somebody_elses_is_not_begun(hooked: bool) -> None:
+    """Which leaves every second out, or looks at the gradient before."""
+    training = Training(torch.float16, True)
+    if hooked:
+        training.flat_adam.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    else:
+        step = training.optimizer.step
+        training.optimizer.step = lambda: step()
+    training.update(0, 0.5)
+    assert training.begun == [False]
+
+
 def test_other_optimizers_are_left_alone() -> None:
     asked: list[float] = []
     optimizer = SimpleNamespace(clip_grad_norm=lambda norm: asked.append(norm) or torch.tensor(2.0))

@@ -173,18 +173,22 @@ def test_an_update_that_overflows(
 ) -> None:
     """Nothing is begun after it, and the next has the same seed."""
 
+    overflowed: list[int] = []
+
     def overflow(trainer: Any) -> None:
         def clip_or_overflow(max_norm: float) -> Any:
-            trainer.clip_grad_norm = clip
+            del trainer.clip_grad_norm
             raise OverflowError("minimum not reached")
 
-        if trainer.get_num_updates() == 3 and "clip_grad_norm" not in vars(trainer):
-            clip, trainer.clip_grad_norm = trainer.clip_grad_norm, clip_or_overflow
+        if trainer.get_num_updates() == 3 and not overflowed:
+            overflowed.append(3)
+            trainer.clip_grad_norm = clip_or_overflow
 
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # where fairseq wants a norm of 0
     got = train(data, epochs=1, between=overflow)
     assert taken[1:] == [False, True, True, True, False, True, True]
     not_begun(monkeypatch)
+    overflowed.clear()
     assert train(data, epochs=1, between=overflow) == got
 
 
@@ -336,6 +340,14 @@ def test_what_is_no_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_buffer_nothing_is_begun(data: Path, eager: None, taken: list[bool]) -> None:
     train(data, "--data-buffer-size", 0, epochs=1)
     assert not any(taken)
+
+
+def test_in_another_loop_nothing_is_begun(
+    data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(next_batch, "is_fairseqs_loop", lambda trainer: False)
+    train(data, epochs=1)
+    assert taken and not any(taken)
 
 
 def test_other_criteria_and_a_cpu_begin_nothing(data: Path, taken: list[bool]) -> None:

@@ -465,5 +465,6 @@ def test_whose_loop_is_known() -> None:
     for task in (Clamping(None), Augmenting(None), watched):
         assert not is_fairseqs_loop(trainer(own, task))
     assert not is_fairseqs_loop(trainer(Subclass, Task(None)))
-    assert not is_fairseqs_loop(trainer(own, Task(None), train_step=None))
+    for name in ("train_step", "clip_grad_norm", "_check_grad_norms"):
+        assert not is_fairseqs_loop(trainer(own, Task(None), **{name: print}))
     assert not is_fairseqs_loop(trainer(own, Task(None), ddp="fully_sharded"))

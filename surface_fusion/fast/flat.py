@@ -61,9 +61,7 @@ class FlatParameters:
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
         self._averaged = False
-        self._begun: Optional[tuple[int, Any]] = (
-            None  # what is being averaged starts there, and when it is done
-        )
+        self._begun: Optional[tuple[int, Any]] = None  # from where on it is being averaged, and by what
         self._in_place = False
         self._norm: Optional[tuple[Tensor, Tensor, Any]] = None  # here, on the host, and when it is there
 
@@ -105,8 +103,9 @@ class FlatParameters:
         return (self.data if flat is None else flat)[start : start + param.numel()].view(param.shape)
 
     def behind(self, params: Iterable[nn.Parameter]) -> int:
-        """The first element behind all of *params*."""
-        return max((self.offsets[p] + p.numel() for p in params if p in self.offsets), default=0)
+        """Where the first parameter begins of those that lie behind all of *params*."""
+        end = max(self.offsets[p] + p.numel() for p in params if p in self.offsets)
+        return min((start for start in self.offsets.values() if start >= end), default=len(self.data))
 
     def group_view(self, group: Hashable) -> tuple[Tensor, Tensor]:
         """Data and gradient of a group, its members stacked on axis 0.

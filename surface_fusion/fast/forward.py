@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
     surface: Tensor
 
     def apart(self) -> tuple["Encoded", list[tuple[Tensor, Tensor]]]:
-        """The same, where a gradient ends, and each end with what it stands for."""
+        """The same, where a gradient ends, and what each of its ends stands for, with that end."""
         ends: dict[int, tuple[Tensor, Tensor]] = {}
 
         def end(x: Tensor) -> Tensor:
@@ -216,10 +216,6 @@ class PackedTransformer(PackedLayers):
         if isinstance(gate, Tensor):
             gate = gate[:, None]
         return Features(gate * x[:, 0] + (1 - gate) * x[:, 1], None)
-
-    def features(self, batch: PackedBatch) -> Features:
-        """The whole forward but for the output embedding."""
-        return self.decode(batch, self.encode(batch.src))
 
     def _draw_seeds(self) -> None:
         self._seeds = None

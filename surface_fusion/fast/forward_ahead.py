@@ -1,5 +1,6 @@
 """The forward of a batch that was launched before the batch came, if everything is still as it was then."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from surface_fusion.fast.flat import FlatParameters
+
+logger = logging.getLogger(__name__)
 
 Outcome = TypeVar("Outcome")
 
@@ -52,7 +55,7 @@ class ForwardAhead(Generic[Outcome]):
 
         What else is drawn before the batch comes is as if it had not been run.
         """
-        self._missed += self._begun is not None
+        self._missed += 1  # until it is taken
         self._begun = None
         before = self._generator.get_state()
         self._generator.manual_seed(seed)
@@ -72,12 +75,13 @@ class ForwardAhead(Generic[Outcome]):
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        self._missed += 1
         if (
             any(one is not other for one, other in zip(begun.tokens, tokens, strict=True))
             or begun.versions != self._versions(tokens)
             or not self._generator.get_state().equal(begun.drawn[0])
         ):
+            if not self.pays:
+                logger.info("forwards are not begun early any more: parameters or batches change in between")
             return None
         self._missed = 0
         self._generator.set_state(begun.drawn[1])

@@ -2,6 +2,8 @@
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +220,28 @@ def test_zero_grad_after_a_fast_step(model: Attention, replaced: bool) -> None:
         flat.begin_norm()
         flat.zero_grad()
         assert model.q.weight.grad is not None
+
+
+def test_an_average_that_was_begun_is_waited_for(model: Attention) -> None:
+    flat: Any = FlatParameters.of(model.parameters())
+    waited: list[Tensor] = []
+    flat.grad.fill_(1.0)
+    flat._begun = 3, SimpleNamespace(wait=lambda: waited.append(flat.grad.clone()))
+    flat.zero_grad()
+    assert len(waited) == 1 and waited[0].all() and flat._begun is None
+
+
+def test_what_lies_behind(model: Attention) -> None:
+    flat = FlatParameters.of(model.parameters())
+    for params in ([model.first.weight], [model.q.weight], [model.first.bias, model.q.weight, model.scale]):
+        behind = flat.behind([*params, nn.Parameter(torch.ones(2))])
+        assert behind == len(flat.data) or behind in flat.offsets.values()
+        before = {param for param, start in flat.offsets.items() if start < behind}
+        assert before >= set(params)
+        assert all(
+            start + param.numel() <= behind for param, start in flat.offsets.items() if param in before
+        )
+    assert flat.behind(model.parameters()) == len(flat.data)
 
 
 def test_gradients_from_before_are_kept(model: Attention) -> None:

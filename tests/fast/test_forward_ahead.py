@@ -1,5 +1,6 @@
 """A forward that was begun counts if it is what a run would give now."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -120,7 +121,9 @@ def test_not_when_the_tokens_have_changed(ahead: ForwardAhead[Any]) -> None:
     assert ahead.take(tokens) is None
 
 
-def test_it_is_given_up_after_some_in_a_row_for_nothing(ahead: ForwardAhead[Any]) -> None:
+def test_it_is_given_up_after_some_in_a_row_for_nothing(
+    ahead: ForwardAhead[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     def use(fitting: bool) -> None:
         ahead.begin(TOKENS, 5, draw)
         torch.manual_seed(5 if fitting else 6)
@@ -129,16 +132,20 @@ def test_it_is_given_up_after_some_in_a_row_for_nothing(ahead: ForwardAhead[Any]
     for fitting in (*(False,) * (MISSES - 1), True, *(False,) * (MISSES - 1)):
         use(fitting)
         assert ahead.pays
-    use(False)
+    with caplog.at_level(logging.INFO):
+        assert not caplog.text
+        use(False)
     assert not ahead.pays
+    assert "forwards are not begun early any more" in caplog.text
 
 
 def test_what_never_comes_is_for_nothing(ahead: ForwardAhead[Any]) -> None:
     for _ in range(MISSES):
-        ahead.begin(TOKENS, 5, draw)
         assert ahead.pays
-    ahead.begin(TOKENS, 5, draw)
+        ahead.begin(TOKENS, 5, draw)
     assert not ahead.pays
+    torch.manual_seed(5)
+    assert ahead.take(TOKENS) is not None and ahead.pays  # the last was of use, after all
 
 
 def test_an_error_leaves_the_generator_as_it_was(ahead: ForwardAhead[Any]) -> None:
@@ -153,3 +160,6 @@ def test_an_error_leaves_the_generator_as_it_was(ahead: ForwardAhead[Any]) -> No
     assert draw() == seeded(1)
     torch.manual_seed(4)
     assert ahead.take(TOKENS) is None
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        ahead.begin(TOKENS, 5, fail)
+    assert not ahead.pays  # as after any three for nothing

@@ -87,6 +87,30 @@ def test_the_decoders_gradient_is_whole_before_the_encoders_begins(model: Any) -
     assert_gradients(model, gradients(model, (2.0, SAMPLES[0])))
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_processes_average_the_decoders_gradient_before_the_encoders_is_there(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shaken(*HARD, "--encoder-normalize-before").to(DTYPE).train()
+    step = step_of(model)
+    flat: Any = step.packed.flat
+    flat.zero_grad()
+    seen: list[tuple[str, int | None, Tensor]] = []
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "get_data_parallel_group", lambda: None)
+    flat.begin_average = lambda start, group: seen.append(("begin", start, flat.grad.clone()))
+    flat.average_early = lambda group: seen.append(("rest", None, flat.grad.clone()))
+    step.train(SAMPLES[0], last=last).loss.backward()
+    if not last:
+        assert seen == []
+        return
+    (first, start, begun), (second, _, done) = seen
+    assert (first, second) == ("begin", "rest")
+    encoder = [flat.offsets[p] + p.numel() for p in model.encoder.parameters() if p in flat.offsets]
+    assert start is not None and max(encoder) <= start < len(flat.grad)
+    assert begun[start:].equal(done[start:]) and begun[start:].any() and not begun.equal(done)
+
+
 def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
     """fairseq's dummy batches: ``loss *= 0``, in place, then backward as all other processes."""
     step = step_of(model)

@@ -74,7 +74,7 @@ class FlatAdam(FairseqOptimizer):
             super().all_reduce_grads(module)
 
     def multiply_grads(self, c: Union[float, Tensor]) -> None:
-        """Scale the gradient by *c*, a number or a scalar tensor; done by the next step (not begun yet)."""
+        """Scale the gradient by *c*, a number or a scalar tensor: the next step will, if it has not begun."""
         self.optimizer.grad_factor = self.optimizer.grad_factor * c
 
     def clip_grad_norm(

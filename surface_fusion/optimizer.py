@@ -245,7 +245,6 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             plain_adam(*tensors, self._steps + 1, **hyperparameters)
         else:
             fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
-            torch.autograd.graph.increment_version(weights)  # torch's kernel does not
         if self._half:
             data.copy_(weights)
 

@@ -17,9 +17,9 @@ from tiny import USER_DIR
 
 from surface_fusion import next_batch
 from surface_fusion.cli.main import main
-from surface_fusion.fast import step as step_module
 from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.fast.packed import pack
+from surface_fusion.fast.recordings import tokens_of
 from surface_fusion.fast.step import PackedStep
 from tests.small_training import PREPROCESS, TRAIN
 
@@ -52,7 +52,7 @@ class Eager:
         return True
 
     def run(self, sample: dict[str, Any]) -> Any:
-        return self.step.forward(pack(*step_module._tokens(sample), self.step.padding_idx))
+        return self.step.forward(pack(*tokens_of(sample), self.step.padding_idx))
 
     def record_pending(self) -> None:
         pass

@@ -59,3 +59,4 @@ def fused_adam(
     settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
     settings |= {"weight_decay": weight_decay, "found_inf": found_inf, "amsgrad": False, "maximize": False}
     torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
+    torch.autograd.graph.increment_version(weights)  # which the kernel does not

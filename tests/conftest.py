@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only get i
 import pytest
 
 import surface_fusion
+from surface_fusion.cli.main import main
+from tests.small_training import PREPROCESS
 
 USER_DIR = Path(surface_fusion.__file__).parent
 
@@ -22,6 +24,14 @@ RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
 def checkpoints_say_errors() -> None:
     """The entry point filters that logger until its process ends; here other tests come after it."""
     logging.getLogger("surface_fusion.checkpoints").filters.clear()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data folder of ``small_training.py``."""
+    folder = tmp_path_factory.mktemp("data-bin")
+    assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture(scope="session")

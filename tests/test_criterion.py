@@ -16,11 +16,10 @@ from fairseq.trainer import Trainer
 from tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 from torch import Tensor
 
-from surface_fusion.cli.main import main
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.step import PackedStep
-from tests.small_training import PREPROCESS, TRAIN
+from tests.small_training import TRAIN
 
 ATT = ("--surfacefusion", "att")
 HARD = (*ATT, "--sf-gate", "0.8")
@@ -240,13 +239,6 @@ def test_each_model_goes_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
 
 FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
 NO_DROPOUT = ("--dropout", 0, "--attention-dropout", 0)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data-bin")
-    assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
-    return folder
 
 
 class Training:

@@ -16,12 +16,11 @@ from fairseq.trainer import Trainer
 from tiny import USER_DIR
 
 from surface_fusion import next_batch
-from surface_fusion.cli.main import main
 from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.fast.packed import pack
 from surface_fusion.fast.recordings import tokens_of
 from surface_fusion.fast.step import PackedStep
-from tests.small_training import PREPROCESS, TRAIN
+from tests.small_training import TRAIN
 
 FLAGS = (
     *("--criterion", "fused_label_smoothed_cross_entropy", "--optimizer", "flat_adam"),
@@ -33,13 +32,6 @@ SIZES = (
     *("--encoder-attention-heads", 1, "--decoder-attention-heads", 1),
 )
 """Those that the GPU's kernels take."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data-bin")
-    assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
-    return folder
 
 
 class Eager:

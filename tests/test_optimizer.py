@@ -21,7 +21,7 @@ from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.optimizer import FlatAdam
-from tests.small_training import PREPROCESS, TRAIN
+from tests.small_training import TRAIN
 
 BETAS = (0.9, 0.98)
 HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where fairseq clips, whatever it is given
@@ -408,13 +408,6 @@ def test_local_gradients_are_averaged_and_others_left_to_the_wrapper(monkeypatch
 
 
 # A training
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data-bin")
-    assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
-    return folder
 
 
 def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], list[float]]:

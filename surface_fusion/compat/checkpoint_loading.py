@@ -1,0 +1,95 @@
+"""Loading checkpoints: torch refuses unknown classes, and what a bad file is says one line."""
+
+import argparse
+import collections
+import pickle
+import re
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import omegaconf
+import torch
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.models.transformer import transformer_config
+
+from surface_fusion.compat.patching import wrap
+from surface_fusion.errors import SurfaceFusionError
+
+TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""torch's environment variable that allows arbitrary pickles in checkpoints when it is 1."""
+
+
+def allow_checkpoint_classes() -> None:
+    """Let torch load fairseq's checkpoints safely (fs 5610, 5603; torch >= 2.6 refuses unknown classes).
+
+    Namespace: arguments. numpy: BLEU values of ``--eval-bleu`` runs, under numpy 1 and 2 names. omegaconf and
+    the rest: a resume by several processes sends the whole state through ``torch.load``.
+    """
+    # numpy 1.26 has a numpy._core too, but not with everything in it.
+    multiarray = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
+    numpy_functions = [
+        (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    ]
+    numpy_dtypes = [type(np.dtype(code)) for code in ("f2", "f4", "f8", "i4", "i8", "u4", "u8", "?")]
+    classes: list[Any] = (
+        [argparse.Namespace, collections.defaultdict, typing.Any, dict, list, int]
+        + [np.ndarray, np.dtype, *numpy_functions, *numpy_dtypes]
+        + [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.nodes.AnyNode]
+        + [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
+        + [getattr(transformer_config, name) for name in ("TransformerConfig", "EncDecBaseConfig")]
+        + [getattr(transformer_config, name) for name in ("DecoderConfig", "QuantNoiseConfig")]
+        + [distributed_utils._TensorPlaceholder]
+    )
+    torch.serialization.add_safe_globals(classes)
+
+
+def explain_bad_checkpoints() -> None:
+    """Answer a file that is no checkpoint, or not a safe one, in one line instead of a traceback.
+
+    Also lets a checkpoint of the published code find its model: it names fairseq's architectures.
+    """
+
+    def load(
+        original: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if arg_overrides is not None and not isinstance(arg_overrides, dict):
+            raise SurfaceFusionError(
+                f"--model-overrides {arg_overrides} is no dictionary; give one, like \"{{'sf_gate': 0.9}}\""
+            )
+        try:
+            return original(path, arg_overrides, *args, **kwargs)
+        except FileNotFoundError:
+            raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
+        except IsADirectoryError:
+            raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
+        except SurfaceFusionError:
+            raise
+        except Exception as error:  # what torch raises on a strange file is anybody's guess
+            unknown = re.search(r"GLOBAL (\S+)", str(error))
+            if isinstance(error, pickle.UnpicklingError) and unknown is not None:
+                raise SurfaceFusionError(
+                    f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
+                    "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+                    f"{TRUST_VARIABLE}=1 (fairseq commands)"
+                ) from error
+            raise SurfaceFusionError(
+                f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a "
+                "file that fairseq-train wrote"
+            ) from error
+
+    def upgrade(original: Callable[..., Any], state: Any) -> Any:
+        if not isinstance(state, dict) or "model" not in state:
+            raise KeyError("model")  # for load, which knows the path
+        args: Any = state.get("args")
+        if hasattr(args, "sf_fuision_mode") and not str(args.arch).startswith("transformer_surface_fusion"):
+            args.arch = "transformer_surface_fusion"
+        return original(state)
+
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", load)
+    wrap(checkpoint_utils, "_upgrade_state_dict", upgrade)

@@ -3,8 +3,8 @@
 GPUs wait for each other in every update. fairseq groups neighbours in its order by length, whose numbers of
 tokens differ: on 103,000 sentence pairs in batches of 16,384 the larger of two was 15 % above their mean (4 %
 with the padding counted). In an order by tokens it is 0.5 % (2.5 %). A GPU's time goes with the rows of
-CUDA graphs, which are rounded up (0.7 % above the mean in an order by tokens, on 621,000 pairs), and with
-what their words attend to (another 0.5 %), so that on GPUs both of these come first.
+CUDA graphs, which are rounded up (0.7 % above the mean in an order by tokens, on 621,000 pairs), so that on
+GPUs the order is by these rows first.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 
 from surface_fusion.fast.packed import Capacity, capacity_for
-
-ATTENDED = 1e-3
-"""What a word costs for each that it may attend to, in source rows (from 652 updates on H200s, width 512)."""
 
 
 def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +34,7 @@ def _costs(dataset: Any, batches: Sequence[Any], rounded: bool) -> list[Any]:
     """As packed batches', the more important last; of data that is no pairs, their tokens.
 
     Args:
-        rounded: above all as on a GPU: the rows of the CUDA graph made for them, and attention.
+        rounded: sort by the rows of the CUDA graph that a GPU captures for the batch first.
     """
     if getattr(dataset, "tgt_sizes", None) is None:
         return [np.array([sum(int(dataset.num_tokens(i)) for i in batch) for batch in batches])]
@@ -50,8 +47,5 @@ def _costs(dataset: Any, batches: Sequence[Any], rounded: bool) -> list[Any]:
     if rounded:
         widths = (np.maximum.reduceat(side, starts).tolist() for side in sides)
         shapes = zip(counts, *widths, rows[1].tolist(), strict=True)
-        attended = np.add.reduceat(
-            sides[0] ** 2 + sides[1] ** 2 + sides[0] * sides[1], starts, dtype=np.int64
-        )
-        costs.append(np.array([capacity_for(*shape).cost for shape in shapes]) + ATTENDED * attended)
+        costs.append(np.array([capacity_for(*shape).cost for shape in shapes]))
     return costs

@@ -74,7 +74,7 @@ class FlatAdam(FairseqOptimizer):
             super().all_reduce_grads(module)
 
     def multiply_grads(self, c: Union[float, Tensor]) -> None:
-        """Scale the gradient by *c*, a number or a scalar tensor: the next step will, if it has not begun."""
+        """Scale the gradient by *c*, a number or a scalar tensor, at the next step."""
         self.optimizer.grad_factor = self.optimizer.grad_factor * c
 
     def clip_grad_norm(
@@ -94,24 +94,6 @@ class FlatAdam(FairseqOptimizer):
         if max_norm > 0:
             self.multiply_grads(float((max_norm / (norm + 1e-6)).clamp(max=1)))
         return norm.float()
-
-    def begin_step(self, factor: float, max_norm: float, margin: float) -> None:
-        """Launch the next :meth:`step` now, if the norm is on its way from a GPU; it does not wait for it.
-
-        After it only :meth:`clip_grad_norm` may come, and then the step, or :meth:`zero_grad` where the norm
-        is not finite.
-
-        Args:
-            factor: of the gradient, apart from :meth:`multiply_grads`.
-            max_norm: where it is above 0 and the norm is larger, the gradient is scaled by
-                max_norm / (norm + margin).
-            margin: see there.
-        """
-        norm = self.flat.norm_on_device()
-        on_host = not torch.is_tensor(factor) and not torch.is_tensor(self.optimizer.grad_factor)
-        hooks = self.optimizer._optimizer_step_pre_hooks  # who may change the gradient
-        if norm is not None and on_host and not hooks:
-            self.optimizer.begin(norm, factor, max_norm, margin)
 
     def step(
         self,
@@ -160,7 +142,6 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         self._moments: Optional[tuple[Tensor, Tensor]] = None
         self._master: Optional[Tensor] = None
         self._scaled_grad: Optional[Tensor] = None
-        self._begun = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's, without the wrapper that imports torch.compile: 4 s of a training's start."""
@@ -184,26 +165,6 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         """Zero the gradient and forget its factor; ``.grad`` is never None."""
         self.flat.zero_grad()
         self.grad_factor = 1.0
-        self._begun = False
-
-    @torch.no_grad()
-    def begin(self, norm: Tensor, factor: float, max_norm: float, margin: float) -> None:
-        """Do now what the next :meth:`step` is going to be called for, unless a gradient is not finite.
-
-        Not of a plain optimizer, whose formula knows no exception.
-
-        Args:
-            norm: of the gradient, without any factor; a scalar on its device.
-            factor, max_norm, margin: see :meth:`FlatAdam.begin_step`.
-        """
-        if self._plain:
-            return
-        factors = torch.empty(1, dtype=self._dtype, device=norm.device).fill_(factor * self.grad_factor)
-        norm = norm * factors
-        if max_norm > 0:
-            factors = factors * (max_norm / (norm + margin)).clamp(max=1)
-        self._change(factors, norm.isfinite().logical_not().float())
-        self._begun = True
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -214,22 +175,14 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._begun:
-            self.flat.attach_grads()
-            factor = torch.empty(1, dtype=self._dtype, device=self.flat.data.device)
-            self._change(factor.fill_(self.grad_factor / scale))
+        self.flat.attach_grads()
+        self._update(self.grad_factor / scale)
         self._steps += 1
-        self._begun = False
         self.grad_factor = 1.0
         return loss
 
-    def _change(self, factor: Tensor, found_inf: Optional[Tensor] = None) -> None:
-        """Adam with the gradient times *factor*.
-
-        Args:
-            factor: a vector: fp16 times a scalar would be rounded to fp16.
-            found_inf: a vector of one; where it is 1, nothing is to change.
-        """
+    def _update(self, factor: Union[float, Tensor]) -> None:
+        """Adam with the gradient times *factor*."""
         data = self.flat.data
         if self._half and self._master is None:  # not sooner: a checkpoint may have been loaded in between
             self._master = data.to(self._dtype)
@@ -237,14 +190,14 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             self._scaled_grad = torch.empty_like(data, dtype=self._dtype)
         weights = data if self._master is None else self._master
         grad = self.flat.grad if self._scaled_grad is None else self._scaled_grad
-        torch.mul(self.flat.grad, factor, out=grad)
+        # A vector: fp16 times a scalar would be rounded to fp16.
+        torch.mul(
+            self.flat.grad, torch.empty(1, dtype=self._dtype, device=data.device).fill_(factor), out=grad
+        )
         group = self.param_groups[0]
         hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        tensors = weights, grad, *self._zero_moments()
-        if self._plain:
-            plain_adam(*tensors, self._steps + 1, **hyperparameters)
-        else:
-            fused_adam(*tensors, self._steps + 1, **hyperparameters, found_inf=found_inf)
+        adam = plain_adam if self._plain else fused_adam
+        adam(weights, grad, *self._zero_moments(), self._steps + 1, **hyperparameters)
         if self._half:
             data.copy_(weights)
 

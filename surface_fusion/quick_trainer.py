@@ -10,7 +10,6 @@ computed changes.
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -234,17 +233,3 @@ def keep_data_workers(get_train_iterator: Callable[..., Any], trainer: Any, *arg
         sampler.shuffle = iterator.next_epoch_idx > trainer.cfg.dataset.curriculum
         sampler.fix_batches_to_gpus = trainer.cfg.distributed_training.fix_batches_to_gpus
     return iterator
-
-
-_first_batches: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-def keep_first_batch(first_batch: Callable[[Any], Any], iterator: Any) -> Any:
-    """fairseq's ``EpochBatchIterator.first_batch``, which a process that gets no batch goes through instead.
-
-    Collated once for a dataset; fairseq does so at the start of each epoch and of each validation, for which
-    the GPUs wait.
-    """
-    if iterator.dataset not in _first_batches or len(iterator.frozen_batches) == 0:
-        _first_batches[iterator.dataset] = first_batch(iterator)
-    return _first_batches[iterator.dataset]

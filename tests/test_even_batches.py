@@ -63,16 +63,15 @@ def test_batches_of_one_update_cost_the_same() -> None:
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_on_gpus_rounded_costs_are_above_all_alike(cuda: bool) -> None:
-    """A CUDA graph takes as long for any batch that fits, but for attention. In several sizes and widths."""
+    """A CUDA graph takes equally long for any batch that fits. In batches of several sizes and widths."""
     dataset, rng = Pairs(), np.random.RandomState(1)
     ends = np.cumsum(rng.randint(100, 200, 5))
     batches = [part.tolist() for part in np.split(np.arange(600), ends[ends < 600])]
     batches += [rng.choice(600, rng.randint(100, 300), replace=False).tolist() for _ in range(60)]
 
-    def rounded(batch: list[int]) -> float:
+    def rounded(batch: list[int]) -> int:
         src, tgt = dataset.src_sizes[batch], dataset.tgt_sizes[batch]
-        attended = int(src @ src) + int(tgt @ tgt) + int(tgt @ src)  # encoder, decoder, decoder to encoder
-        return capacity_for(len(batch), int(src.max()), int(tgt.max()), int(tgt.sum())).cost + attended / 1000
+        return capacity_for(len(batch), int(src.max()), int(tgt.max()), int(tgt.sum())).cost
 
     iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
     found = group_evenly(lambda trainer: iterator, Namespace(cuda=cuda)).frozen_batches

@@ -25,7 +25,6 @@ from surface_fusion.quick_trainer import (
     compare_norms_later,
     is_fairseqs_loop,
     keep_data_workers,
-    keep_first_batch,
     send_norm_along,
     sum_over_processes,
 )
@@ -401,26 +400,6 @@ def test_batches_are_shuffled_again_after_a_curriculum_that_was_resumed(cfg: Dic
     expected = get_train_iterator(trainer, 2)
     assert batches == [list(batch) for batch in expected.ordered_batches(2, False, True)]
     assert [batch for batch in batches if batch in in_order] != in_order
-
-
-def test_the_first_batch_is_collated_once_for_a_dataset() -> None:
-    def iterator(dataset: Numbers) -> Any:
-        made = FairseqTask(Namespace()).get_batch_iterator(
-            dataset, max_sentences=4, update_epoch_batch_itr=True
-        )
-        made.dataset.collated = 0
-        return made
-
-    def first_batch(iterator: Any) -> list[int]:
-        iterator.dataset.collated += 1
-        return list(iterator.frozen_batches[0])
-
-    one, other = Numbers(), Numbers()
-    first, again, others = iterator(one), iterator(one), iterator(other)
-    assert keep_first_batch(first_batch, first) == list(first.frozen_batches[0])
-    assert keep_first_batch(first_batch, again) is keep_first_batch(first_batch, first)
-    assert keep_first_batch(first_batch, others) is not keep_first_batch(first_batch, first)
-    assert (one.collated, other.collated) == (1, 1)
 
 
 def test_they_do_not_where_they_would_not_know_the_epoch(cfg: DictConfig) -> None:

@@ -168,7 +168,7 @@ def test_the_norm_is_what_the_host_waits_for() -> None:
     flat: Any = FlatParameters.of(model.parameters())
     seen: list[bool] = []
     sent = SimpleNamespace(synchronize=lambda: seen.append(while_waiting._gpu_has_work.is_set()))
-    flat._norm, flat.local_only = (torch.tensor(2.0), torch.tensor(3.0), sent), True
+    flat._norm, flat.local_only = (torch.tensor(3.0), sent), True
     assert flat.norm_on_host() == 3
     assert seen == [True] and not while_waiting._gpu_has_work.is_set()
 

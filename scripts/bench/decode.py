@@ -153,7 +153,6 @@ def main() -> None:
                 first=args.first or (5 if args.quick else 30),
                 passes=1 + (args.repeat or (1 if args.quick else 3)),
                 cpu=args.cpu,
-                stock=contender == "fairseq",
             )
             for dtype in args.dtype
             for contender in args.contender

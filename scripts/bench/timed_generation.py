@@ -7,7 +7,6 @@ The clock runs over what fairseq's own counts, moving a batch to the GPU added: 
 batches that are collated already.
 """
 
-import functools
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.sequence_generator import SequenceGenerator
 
 import surface_fusion
 
@@ -42,8 +40,6 @@ class Spec:
     """Sentences of the test set that are decoded one by one, where the batch size is 1."""
     passes: int
     cpu: bool
-    stock: bool = False
-    """Without what the plugin changes in fairseq's beam search."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +83,6 @@ def decode(spec: Spec) -> list[Decoded]:
     if spec.length and spec.length > most:
         raise SystemExit(f"--length {spec.length}: the model translates at most {most} tokens")
     generator = task.build_generator(models, cfg.generation)
-    if spec.stock:
-        fairseqs: Any = SequenceGenerator.finalize_hypos
-        generator.finalize_hypos = functools.partial(fairseqs.__wrapped__, generator)
     done = []
     for batch_size in spec.batch_sizes:
         batches = collated(task, cfg, models, batch_size, spec.first if batch_size == 1 else None)

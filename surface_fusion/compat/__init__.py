@@ -26,7 +26,6 @@ from surface_fusion.compat.checkpoint_loading import (
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
 from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
-from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
@@ -48,7 +47,6 @@ def apply() -> None:
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)
     wrap(Trainer, "train_step", use_begun)
-    wrap(Trainer, "train_step", expect_step)
     wrap(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
     skip_overlong_sentences()
     mend_data_in_parts()
@@ -65,7 +63,6 @@ def apply() -> None:
     wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)
     wrap(BufferedIterator, "__next__", remember_buffer)
     wrap(Trainer, "set_num_updates", begin_next)
-    wrap(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
     wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
     wrap(Trainer, "get_train_iterator", group_evenly)
     wrap(Trainer, "get_train_iterator", remember_batches)
@@ -74,9 +71,7 @@ def apply() -> None:
     wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
     wrap(data_utils, "collate_tokens", collate_tokens)
     wrap(SequenceGenerator, "_generate", quick_search.generate)
-    wrap(SequenceGenerator, "finalize_hypos", quick_search.finalize_on_host)
     wrap(Trainer, "_set_seed", quick_trainer.set_seed)
-    wrap(Trainer, "clip_grad_norm", begin_step)
     wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
     wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
     wrap(distributed_utils, "all_reduce_dict", quick_trainer.sum_over_processes)

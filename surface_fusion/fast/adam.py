@@ -8,7 +8,7 @@ of their section 2, whose epsilon is not bias-corrected; decay as in Loshchilov 
 """
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,17 +46,16 @@ def fused_adam(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    found_inf: Optional[Tensor] = None,
 ) -> None:
     """:func:`plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
 
-    That is the same with an epsilon of eps / sqrt(1 - beta2^t). Where *found_inf* is 1, nothing changes.
+    That is the same with an epsilon of eps / sqrt(1 - beta2^t).
     """
     beta1, beta2 = betas
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
     eps /= math.sqrt(1 - beta2**steps)
     tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]
     settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-    settings |= {"weight_decay": weight_decay, "found_inf": found_inf, "amsgrad": False, "maximize": False}
+    settings |= {"weight_decay": weight_decay, "amsgrad": False, "maximize": False}
     torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
     torch.autograd.graph.increment_version(weights)  # which the kernel does not

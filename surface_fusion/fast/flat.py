@@ -61,9 +61,8 @@ class FlatParameters:
         self.grad = torch.zeros_like(self.data)
         self.local_only = False
         self._averaged = False
-        self._begun: Optional[tuple[int, Any]] = None  # from where on it is being averaged, and by what
         self._in_place = False
-        self._norm: Optional[tuple[Tensor, Tensor, Any]] = None  # here, on the host, and when it is there
+        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and the event after its copy
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -101,11 +100,6 @@ class FlatParameters:
         """A parameter's part, in its shape, of *flat*: ``data``, or any tensor that is laid out like it."""
         start = self.offsets[param]
         return (self.data if flat is None else flat)[start : start + param.numel()].view(param.shape)
-
-    def behind(self, params: Iterable[nn.Parameter]) -> int:
-        """Where the first parameter begins of those that lie behind all of *params*."""
-        end = max(self.offsets[p] + p.numel() for p in params if p in self.offsets)
-        return min((start for start in self.offsets.values() if start >= end), default=len(self.data))
 
     def group_view(self, group: Hashable) -> tuple[Tensor, Tensor]:
         """Data and gradient of a group, its members stacked on axis 0.
@@ -149,7 +143,6 @@ class FlatParameters:
             for param, (grad, _) in self._views.items():
                 if param.grad is not grad:
                     param.grad = grad
-        self._end_average()
         self.grad.zero_()
         self.local_only = self._averaged = self._in_place = False
         self._norm = None
@@ -170,52 +163,32 @@ class FlatParameters:
             on_host = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
-            self._norm = norm, on_host, sent
+            self._norm = on_host, sent
         self._in_place = all(param.grad is grad for param, (grad, _) in self._views.items())
 
     def norm_on_host(self) -> Tensor:
         """:meth:`grad_norm` on the CPU: what :meth:`begin_norm` has sent, if it has."""
         if self._norm is None or not self._written_here:
             return self.grad_norm().cpu()
-        _, norm, sent = self._norm
+        norm, sent = self._norm
         with host_waits():
             sent.synchronize()
         return norm
 
-    def norm_on_device(self) -> Optional[Tensor]:
-        """:meth:`grad_norm` where the gradient is, if :meth:`begin_norm` has computed it."""
-        return self._norm[0] if self._norm is not None and self._written_here else None
-
-    def begin_average(self, start: int, group: Optional[dist.ProcessGroup]) -> None:
-        """Begin what :meth:`average_early` does, from element *start* on: there nothing changes any more."""
-        if start < len(self.grad):
-            self._attach()
-            self._begun = start, self._average(self.grad[start:], group, async_op=True)
-
     def average_early(self, group: Optional[dist.ProcessGroup]) -> None:
         """What :meth:`average_grads` does, before it is asked to: the host need not come back in between."""
         self._attach()
-        end = len(self.grad) if self._begun is None else self._begun[0]
-        self._average(self.grad[:end], group)
-        self._end_average()
-        self._averaged, self._norm = True, None
-
-    @staticmethod
-    def _average(part: Tensor, group: Optional[dist.ProcessGroup], async_op: bool = False) -> Any:
         if dist.get_backend(group) == "nccl":
-            return dist.all_reduce(part, op=dist.ReduceOp.AVG, group=group, async_op=async_op)
-        part.div_(dist.get_world_size(group))
-        return dist.all_reduce(part, group=group, async_op=async_op)
-
-    def _end_average(self) -> None:
-        if self._begun is not None:
-            self._begun[1].wait()
-            self._begun = None
+            dist.all_reduce(self.grad, op=dist.ReduceOp.AVG, group=group)
+        else:
+            self.grad.div_(dist.get_world_size(group))
+            dist.all_reduce(self.grad, group=group)
+        self._averaged, self._norm = True, None
 
     def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
         """Average the gradient over the processes of *group* in one collective operation.
 
-        Right also where a part was averaged before. ``local_only`` must be alike in all processes.
+        Does nothing where the gradient is averaged already. ``local_only`` must be alike in all processes.
         """
         if not self._averaged:
             self.average_early(group)

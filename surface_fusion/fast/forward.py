@@ -28,16 +28,6 @@ class Encoded(NamedTuple):
     memories: dict[int, Tensor]
     surface: Tensor
 
-    def apart(self) -> tuple["Encoded", list[tuple[Tensor, Tensor]]]:
-        """The same, where a gradient ends, and what each of its ends stands for, with that end."""
-        ends: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def end(x: Tensor) -> Tensor:
-            return ends.setdefault(id(x), (x, x.detach().requires_grad_()))[1] if x.requires_grad else x
-
-        cut = Encoded({number: end(x) for number, x in self.memories.items()}, end(self.surface))
-        return cut, list(ends.values())
-
 
 class Features(NamedTuple):
     """What the output embedding projects: N x C, or N x 2 x C with the gate of the first, N or a number."""

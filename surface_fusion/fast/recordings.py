@@ -6,7 +6,7 @@ the host however small the batch. Batches go into the smallest recorded :class:`
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,8 @@ TOGETHER = 16
 """Several processes, which wait for each other, make theirs in the same batch of so many."""
 
 
-class Backward(NamedTuple):
-    """What adds the gradients to the flat buffer, in this order."""
-
-    decoder: Callable[[Tensor], None]
-    """Its own, and that of the output embedding, times a scalar."""
-    encoder: Callable[[], None]
-    """Its own, times the same."""
-
-
-Forward = tuple[LinearCrossEntropy, Backward]
-"""Losses, and what is to follow."""
+Forward = tuple[LinearCrossEntropy, Callable[[Tensor], None]]
+"""Losses, and a function that adds the gradients, times its argument, to the flat buffer."""
 
 
 def tokens_of(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,16 +81,14 @@ class Recording:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.random.fork_rng([device]):
             _, backward = self._forward()
-            backward.decoder(self.scale)
-            backward.encoder()
+            backward(self.scale)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self) -> None:
         """Make the graphs."""
         where = self._stream, self._pool
         self._forward_graph, (self._losses, backward) = capture(self._forward, *where)
-        self._decoder_graph, _ = capture(lambda: backward.decoder(self.scale), *where)
-        self._encoder_graph, _ = capture(backward.encoder, *where)
+        self._backward_graph, _ = capture(lambda: backward(self.scale), *where)
 
     def _forward(self) -> Forward:
         src_tokens, prev_output_tokens, target = self.tokens
@@ -113,14 +102,11 @@ class Recording:
         self.load(sample)
         self._forward_graph.replay()
         losses = LinearCrossEntropy(*(x.clone() for x in self._losses))
-        return losses, Backward(self._decoder, self._encoder)
+        return losses, self._backward
 
-    def _decoder(self, scale: Tensor) -> None:
+    def _backward(self, scale: Tensor) -> None:
         self.scale.copy_(scale)
-        self._decoder_graph.replay()
-
-    def _encoder(self) -> None:
-        self._encoder_graph.replay()
+        self._backward_graph.replay()
         self._step.packed.flat.local_only = True
 
 

@@ -4,7 +4,7 @@ The gradient does not travel through the model's own modules: backward adds it t
 ``--optimizer flat_adam`` reduces it over processes and takes it. Distributed wrappers are passed by.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from fairseq.distributed.utils import get_data_parallel_group
 from torch import Tensor
 
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.forward import Encoded, PackedTransformer
+from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.forward_ahead import ForwardAhead
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import PackedBatch, pack
-from surface_fusion.fast.recordings import Backward, Forward, Graphs, tokens_of
+from surface_fusion.fast.recordings import Forward, Graphs, tokens_of
 from surface_fusion.while_waiting import gpu_has_work
 
 
@@ -46,11 +46,10 @@ class PackedStep:
         self._trigger = torch.zeros((), requires_grad=True)
         self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
         self._ahead: ForwardAhead[Forward] = ForwardAhead(packed.flat)
-        self._behind_encoder = packed.flat.behind(packed.encoder.parameters())
 
-    def losses(self, batch: PackedBatch, encoded: Encoded) -> LinearCrossEntropy:
+    def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
-        features = self.packed.decode(batch, encoded)
+        features = self.packed.decode(batch, self.packed.encode(batch.src))
         weight = batch.target.ne(self.padding_idx)
         if self.ignore_prefix_size > 0:
             weight = weight & batch.tgt.positions.ge(self.ignore_prefix_size)
@@ -68,7 +67,7 @@ class PackedStep:
         self.packed.training = False
         with torch.no_grad():
             batch = pack(*tokens_of(sample), self.padding_idx)
-            losses = self.losses(batch, self.packed.encode(batch.src))
+            losses = self.losses(batch)
         gpu_has_work()
         return losses
 
@@ -94,9 +93,8 @@ class PackedStep:
         """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer.
 
         Args:
-            last: of an update's batches, as far as is known: then its backward also averages the gradient
-                over processes, the decoder's while the encoder's is computed, and measures its norm, all
-                without waiting for the device.
+            last: whether this is the last batch of the update. Its backward also averages the gradient
+                over processes and computes its norm, without waiting for the device.
             before_last: called before such a backward, with the gradient's factor.
         """
         self.packed.training = True
@@ -110,48 +108,31 @@ class PackedStep:
         def run(scale: Tensor) -> None:
             if last and before_last is not None:
                 before_last(scale)
-            flat, averaged = self.packed.flat, last and dist.is_initialized()
-            backward.decoder(scale)
-            if averaged:
-                flat.begin_average(self._behind_encoder, get_data_parallel_group())
-            backward.encoder()
-            if averaged:
-                flat.average_early(get_data_parallel_group())
+            backward(scale)
             if last:
-                flat.begin_norm()
+                if dist.is_initialized():
+                    self.packed.flat.average_early(get_data_parallel_group())
+                self.packed.flat.begin_norm()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
 
     def forward(self, batch: PackedBatch) -> Forward:
-        """The losses, and what adds the gradients to the flat buffer."""
+        """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
         with torch.enable_grad():
-            encoded, ends = self.packed.encode(batch.src).apart()
-            losses = self.losses(batch, encoded)
-        held = [losses.loss]  # let go of all activations after the backward
-        passed_on: list[tuple[Tensor, Tensor]] = []
+            losses = self.losses(batch)
+        held = [losses.loss]  # backward pops it, so that all activations are freed
 
-        def decoder(scale: Tensor) -> None:
+        def backward(scale: Tensor) -> None:
+            leaves, gradients = self.packed.leaves, self.packed.gradients
             with torch.enable_grad():
-                scaled = held.pop() * scale  # given to grad(), it would have torch import sympy: a second
-            leaves = self.packed.leaves
-            found = torch.autograd.grad(scaled, [*leaves, *(end for _, end in ends)], allow_unused=True)
-            self._add(found[: len(leaves)])
-            read = zip(ends, found[len(leaves) :], strict=True)
-            passed_on.extend((out, gradient) for (out, _), gradient in read if gradient is not None)
-            ends.clear()
-
-        def encoder() -> None:
-            outs, gradients = zip(*passed_on, strict=True)
-            passed_on.clear()
-            self._add(torch.autograd.grad(outs, self.packed.leaves, gradients, allow_unused=True))
+                scaled = held.pop() * scale  # passed to grad() as grad_outputs, torch imports sympy: a second
+            found = torch.autograd.grad(scaled, leaves, allow_unused=True)
+            pairs = [(g, f) for g, f in zip(gradients, found, strict=True) if f is not None]
+            torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
             self.packed.flat.local_only = True
 
-        return LinearCrossEntropy(*(x.detach() for x in losses)), Backward(decoder, encoder)
-
-    def _add(self, found: Sequence[Tensor | None]) -> None:
-        pairs = [(g, f) for g, f in zip(self.packed.gradients, found, strict=True) if f is not None]
-        torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
+        return LinearCrossEntropy(*(x.detach() for x in losses)), backward
 
 
 class _WithBackward(torch.autograd.Function):

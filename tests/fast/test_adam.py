@@ -1,4 +1,4 @@
-"""torch's kernel gives the formula, and gives nothing where it is told so."""
+"""torch's kernel computes the formula."""
 
 import math
 from typing import Any
@@ -33,32 +33,12 @@ def test_one_number_by_hand() -> None:
     assert weights.item() == pytest.approx((1 - 0.01 * 0.1) * 2 - step)
 
 
-@pytest.mark.parametrize("found_inf", [None, 0.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-def test_the_kernel_is_the_formula(dtype: torch.dtype, tolerance: float, found_inf: float | None) -> None:
+def test_the_kernel_is_the_formula(dtype: torch.dtype, tolerance: float) -> None:
     ours, theirs = tensors(dtype), tensors(dtype)
-    flag = None if found_inf is None else torch.full((1,), found_inf, device=HERE)
     for step in range(1, 50):
         grad = gradient(step, ours[0])
         plain_adam(ours[0], grad, *ours[1:], step, **SETTINGS)
-        fused_adam(theirs[0], grad, *theirs[1:], step, **SETTINGS, found_inf=flag)
+        fused_adam(theirs[0], grad, *theirs[1:], step, **SETTINGS)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1.0])
-def test_nothing_changes_where_a_gradient_is_not_finite(bad: float) -> None:
-    given, expected = tensors(torch.float32), tensors(torch.float32)
-    for step in (1, 2):
-        flag = torch.full((1,), float(step == 2), device=HERE)
-        fused_adam(
-            given[0],
-            gradient(1, given[0]).fill_(bad if step == 2 else 1),
-            *given[1:],
-            step,
-            **SETTINGS,
-            found_inf=flag,
-        )
-    fused_adam(expected[0], torch.ones_like(expected[0]), *expected[1:], 1, **SETTINGS)
-    for one, other in zip(given, expected, strict=True):
-        assert one.equal(other)

@@ -2,8 +2,6 @@
 
 import gc
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -222,28 +220,6 @@ def test_zero_grad_after_a_fast_step(model: Attention, replaced: bool) -> None:
         assert model.q.weight.grad is not None
 
 
-def test_an_average_that_was_begun_is_waited_for(model: Attention) -> None:
-    flat: Any = FlatParameters.of(model.parameters())
-    waited: list[Tensor] = []
-    flat.grad.fill_(1.0)
-    flat._begun = 3, SimpleNamespace(wait=lambda: waited.append(flat.grad.clone()))
-    flat.zero_grad()
-    assert len(waited) == 1 and waited[0].all() and flat._begun is None
-
-
-def test_what_lies_behind(model: Attention) -> None:
-    flat = FlatParameters.of(model.parameters())
-    for params in ([model.first.weight], [model.q.weight], [model.first.bias, model.q.weight, model.scale]):
-        behind = flat.behind([*params, nn.Parameter(torch.ones(2))])
-        assert behind == len(flat.data) or behind in flat.offsets.values()
-        before = {param for param, start in flat.offsets.items() if start < behind}
-        assert before >= set(params)
-        assert all(
-            start + param.numel() <= behind for param, start in flat.offsets.items() if param in before
-        )
-    assert flat.behind(model.parameters()) == len(flat.data)
-
-
 def test_gradients_from_before_are_kept(model: Attention) -> None:
     backward(model)
     before = [param.grad.clone() for param in model.parameters()]
@@ -280,7 +256,7 @@ def test_norm(dtype: torch.dtype) -> None:
 def two_process_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    for way in ("averaged", "early", "in parts", "all at first", "wrapped", "buckets"):
+    for way in ("averaged", "early", "wrapped", "buckets"):
         torch.manual_seed(0)
         model = Attention()
         own = way not in ("wrapped", "buckets")
@@ -292,21 +268,12 @@ def two_process_worker(rank: int, folder: str) -> None:
         if own:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
             flat.local_only = True
-            if way in ("in parts", "all at first"):
-                start = flat.behind([model.k.weight]) if way == "in parts" else 0
-                assert (0 < start < len(flat.grad)) == (way == "in parts")
-                flat.begin_average(start, None)
-            if way != "averaged":
+            if way == "early":
                 flat.average_early(None)
             flat.average_grads(None)
             assert not flat.local_only
-            flat.begin_average(len(flat.grad), None)  # nothing
-            assert flat._begun is None
         flat.attach_grads()
         torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{way}{rank}.pt")
-    flat.begin_average(3, None)
-    flat.zero_grad()  # an error has come in between
-    assert not flat.grad.any() and flat._begun is None
     torch.distributed.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from surface_fusion.fast import elementwise, layers
 from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import Encoded, Features, PackedTransformer
+from surface_fusion.fast.forward import Features, PackedTransformer
 from surface_fusion.fast.packed import Capacity, PackedBatch, pack, pack_static
 
 DTYPE = torch.float32 if INTERPRETED else torch.float64  # kernels are for the former
@@ -130,14 +130,6 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) 
         torch.testing.assert_close(
             p.grad, want_gradient, rtol=1e-4, atol=2e-5, msg=lambda m, n=n: f"{n}: {m}"
         )
-
-
-def test_what_the_decoder_reads_ends_the_gradient_once() -> None:
-    out, frozen = torch.ones(3, requires_grad=True) * 2, torch.ones(3)
-    cut, ends = Encoded({0: frozen, 5: out, -1: out}, out).apart()
-    assert len(ends) == 1 and ends[0][0] is out and ends[0][1].is_leaf and ends[0][1].equal(out)
-    assert all(x is ends[0][1] for x in (cut.memories[5], cut.memories[-1], cut.surface))
-    assert cut.memories[0] is frozen
 
 
 @starts_the_interpreter

@@ -66,48 +66,21 @@ def test_backward_adds_to_the_flat_buffer(model: Any) -> None:
     assert_gradients(model, expected)
 
 
-def test_the_decoders_gradient_is_whole_before_the_encoders_begins(model: Any) -> None:
-    """It is averaged over processes by then."""
-    step = step_of(model)
-    flat = step.packed.flat
-    flat.zero_grad()
-    _, backward = step.forward(module.pack(*tokens_of(SAMPLES[0]), step.padding_idx))
-    backward.decoder(torch.tensor(2.0))
-    begun = flat.grad.clone()
-    backward.encoder()
-    behind = flat.behind(model.encoder.parameters())
-    decoder = sum(parameter.numel() for parameter in model.decoder.layers.parameters())
-    assert decoder <= len(flat.grad) - behind
-    assert flat.grad[behind:].equal(begun[behind:]) and begun[behind:].any()
-    for name, parameter in model.named_parameters():
-        if name.startswith("encoder.layers"):
-            start = flat.offsets[parameter]
-            assert not begun[start : start + parameter.numel()].any(), name
-    assert_gradients(model, gradients(model, (2.0, SAMPLES[0])))
-
-
 @pytest.mark.parametrize("last", [True, False])
-def test_processes_average_the_decoders_gradient_before_the_encoders_is_there(
+def test_processes_average_the_gradient_behind_the_last_backward(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shaken(*HARD, "--encoder-normalize-before").to(DTYPE).train()
     step = step_of(model)
     flat: Any = step.packed.flat
     flat.zero_grad()
-    seen: list[tuple[str, int | None, Tensor]] = []
+    averaged: list[Tensor] = []
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "get_data_parallel_group", lambda: None)
-    flat.begin_average = lambda start, group: seen.append(("begin", start, flat.grad.clone()))
-    flat.average_early = lambda group: seen.append(("rest", None, flat.grad.clone()))
+    flat.average_early = lambda group: averaged.append(flat.grad.clone())
     step.train(SAMPLES[0], last=last).loss.backward()
-    if not last:
-        assert seen == []
-        return
-    (first, start, begun), (second, _, done) = seen
-    assert (first, second) == ("begin", "rest")
-    encoder = [flat.offsets[p] + p.numel() for p in model.encoder.parameters() if p in flat.offsets]
-    assert start is not None and max(encoder) <= start < len(flat.grad)
-    assert begun[start:].equal(done[start:]) and begun[start:].any() and not begun.equal(done)
+    assert len(averaged) == last
+    assert all(gradient.equal(flat.grad) and gradient.any() for gradient in averaged)
 
 
 def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
@@ -144,10 +117,9 @@ def test_activations_are_let_go_of_by_backward(model: Any, monkeypatch: pytest.M
     step = step_of(model)
     losses, backward = step.forward(module.pack(*tokens_of(SAMPLES[0]), step.padding_idx))
     assert not any(x.requires_grad for x in losses)
-    backward.decoder(torch.ones_like(losses.loss))
-    backward.encoder()
+    backward(torch.ones_like(losses.loss))
     with pytest.raises(IndexError):  # nothing is kept for another
-        backward.decoder(torch.ones_like(losses.loss))
+        backward(torch.ones_like(losses.loss))
 
 
 # CUDA graphs

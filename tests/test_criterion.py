@@ -292,7 +292,7 @@ def test_twenty_updates_fast_and_plain(data: Path, flags: tuple[object, ...], up
     plain = Training(data, *flags, "--sf-plain").run(20, update_freq)
     fast = Training(data, *flags).run(20, update_freq)
     half = 10 * update_freq
-    # Rounding grows with each update, at a rate that depends on the processor; an error shows in the first half.
+    # Rounding grows with each update, on some processors faster; an error shows in the first half.
     assert fast[:half] == pytest.approx(plain[:half], rel=1e-6)
     assert fast[half:] == pytest.approx(plain[half:], rel=1e-4)
     assert plain[-1] < 0.95 * plain[0]

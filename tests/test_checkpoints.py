@@ -257,7 +257,7 @@ def test_pre_norm_ta_ffn_of_version_0_1_0_is_refused_in_one_line(caplog: pytest.
     load(TA_FFN, dict(state))
     old = {name: value for name, value in state.items() if name != "encoder.fusion.ffn_norm_first"}
     assert len(old) == len(state) - 1
-    with pytest.raises(SurfaceFusionError, match="trained by surface-fusion 0.1.0 with --ta-ffn and"):
+    with pytest.raises(SurfaceFusionError, match=r"trained by surface-fusion 0\.1\.0 with --ta-ffn and"):
         load(TA_FFN, old)
 
 

@@ -34,7 +34,8 @@ from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from surface_fusion.fast.fused_loss import fused_losses
+from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.fast.step import PackedStep
 from surface_fusion.fast.triton_installed import INSTALLED
 
@@ -158,28 +159,10 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return step.train(sample, last=not accumulating(model), before_last=self.early_sums.send)
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        decoder = unwrapped(model).decoder
         features = model(**sample["net_input"], features_only=True)[0]
-        target = sample["target"]
-        keep = target.ne(self.padding_idx)
-        weight = keep.float()
-        weight[:, : self.ignore_prefix_size] = 0
-        # Real tokens first, in order: their number is known without asking the GPU.
-        rows = keep.flatten().byte().argsort(descending=True, stable=True)[: sample["ntokens"]]
-        features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
-        gate: Tensor | float | None = None
-        if features.dim() == 3:
-            gate = decoder.cfg.sf_gate
-            if decoder.cfg.learned_gate:
-                gate = decoder._gate(features[:, None]).flatten()
-        return linear_cross_entropy(
-            features,
-            decoder.output_projection.weight,
-            target,
-            weight.squeeze(-1),
-            smoothing=self.eps,
-            gate=gate,
-        )
+        prefix = self.ignore_prefix_size
+        decoder = unwrapped(model).decoder
+        return fused_losses(decoder, features, sample, smoothing=self.eps, ignore_prefix_size=prefix)
 
     def _plain(self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:
         log_probs, target = self.get_lprobs_and_target(model, net_output, sample)

@@ -8,7 +8,7 @@ that fails once fairseq no longer needs it.
 
 import functools
 
-from fairseq.data import data_utils
+from fairseq.data import data_utils, language_pair_dataset
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.sequence_generator import SequenceGenerator
@@ -29,6 +29,7 @@ from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
+from surface_fusion.literal_padding import mark
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
 from surface_fusion.quick_collate import collate_tokens
@@ -73,6 +74,7 @@ def apply() -> None:
     wrap(Trainer, "__init__", quick_trainer.build_quickly)
     wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
     wrap(data_utils, "collate_tokens", collate_tokens)
+    wrap(language_pair_dataset, "collate", mark)
     wrap(SequenceGenerator, "_generate", quick_search.generate)
     wrap(SequenceGenerator, "finalize_hypos", quick_search.finalize_on_host)
     wrap(Trainer, "_set_seed", quick_trainer.set_seed)

@@ -49,6 +49,13 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             "layer), mean or max (pooled); absent: a plain Transformer"
         },
     )
+    attention_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "dropout probability for attention weights; default 0.1 with --surfacefusion, as "
+            "published, and otherwise the architecture's (0.0): to compare the two, give it to both"
+        },
+    )
     sf_mode: FusionMode = field(  # type: ignore[valid-type]
         default="hard",
         metadata={

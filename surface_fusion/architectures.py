@@ -12,7 +12,6 @@ from surface_fusion.command_line import settle_command_line
 from surface_fusion.defaults import fill_defaults, flatten_sections
 from surface_fusion.model import MODEL_NAME
 
-
 logger = logging.getLogger(__name__)
 
 ATTENTION_DROPOUT = 0.1
@@ -33,9 +32,9 @@ def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_a
     plain_architecture(without)
     if without.attention_dropout != ATTENTION_DROPOUT:
         logger.info(
-            f"--attention-dropout {ATTENTION_DROPOUT}: the default with --surfacefusion, as published; without "
-            f"--surfacefusion it is {without.attention_dropout}: to compare the two, give --attention-dropout "
-            "to both trainings"
+            f"--attention-dropout {ATTENTION_DROPOUT}: the default with --surfacefusion, as published; "
+            f"without --surfacefusion it is {without.attention_dropout}: to compare the two, give "
+            "--attention-dropout to both trainings"
         )
 
 

@@ -110,9 +110,9 @@ def _rename_layer_attention(state_dict: dict[str, Tensor], wanted: dict[str, Ten
     ours = any(name.startswith("encoder.fusion.ffn_norm.") for name in state_dict)
     if NORM_FIRST in wanted and ours and NORM_FIRST not in state_dict:
         raise _logged(
-            "the checkpoint was trained by surface-fusion 0.1.0 with --ta-ffn and --encoder-normalize-before: "
-            "its LayerNorm follows the feed-forward layer, here, as in the published code, it precedes it; "
-            "train again, or use version 0.1.0"
+            "the checkpoint was trained by surface-fusion 0.1.0 with --ta-ffn and "
+            "--encoder-normalize-before; its LayerNorm follows the feed-forward layer, here it precedes it, "
+            "as in the published code; train again, or use version 0.1.0"
         )
 
 

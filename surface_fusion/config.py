@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from surface_fusion.distributions import MODES, Mode
 from surface_fusion.encoder_fusion.config import EncoderFusionConfig
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ranges import RANGES, check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,11 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         return self.surfacefusion is not None and self.mode.gated and self.sf_gate == 0
 
     @property
+    def unnormalised(self) -> bool:
+        """Whether the model's probabilities sum to less than 1, as those of the published hard fusion do."""
+        return self.surfacefusion is not None and self.mode.gated and not self.sf_renormalize
+
+    @property
     def fairseqs_own(self) -> bool:
         """Whether fairseq's encoder and decoder are all that the flags ask for."""
         ours = (
@@ -214,10 +220,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             raise SurfaceFusionError(
                 "--addtional-source-output final crashed in the published code and is not there; leave it out"
             )
-        for name in ("source_word_dropout", "target_word_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                flag = "--" + name.replace("_", "-")
-                raise SurfaceFusionError(f"{flag} {getattr(self, name)} is no probability below 1")
+        self._check_numbers()
         if self.target_word_dropout > 0 and self.decoder.input_dim != self.decoder.embed_dim:
             raise SurfaceFusionError(
                 f"--target-word-dropout needs --decoder-input-dim ({self.decoder.input_dim}) to equal "
@@ -261,6 +264,22 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         if idle:
             flags = ", ".join("--" + f.name.replace("_", "-") for f in idle)
             logger.warning(f"{flags}: without effect, since --surfacefusion is not given")
+
+    def _check_numbers(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for section in SECTIONS:
+            part = values.pop(section)
+            values |= {f"{section}_{f.name}": getattr(part, f.name) for f in fields(part)}
+        for name, value in values.items():
+            if name in RANGES and isinstance(value, str):
+                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r} is no number; give one")
+        check_ranges(values)
+        for stack, learned in (("encoder", self.encoder.learned_pos), ("decoder", self.decoder.learned_pos)):
+            dim = values[f"{stack}_embed_dim"]
+            if dim < 4 and not learned and not self.no_token_positional_embeddings:
+                raise SurfaceFusionError(
+                    f"--{stack}-embed-dim {dim} is too narrow for sinusoidal positions; give 4 or more"
+                )
 
     def _check_fusion(self) -> None:
         if self.surfacefusion not in SOURCES:

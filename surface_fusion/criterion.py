@@ -7,7 +7,8 @@ log says which:
 2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
 3. ``--sf-plain``: as fairseq does.
 
-In hard fusion it also logs ``normalized_ppl``, the perplexity of the distribution made to sum to 1.
+In hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl``, those of the distribution made to
+sum to 1, which can be compared with another model's.
 """
 
 import logging
@@ -104,7 +105,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         sentences = sample["target"].shape[0]
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
         logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
-        if reduce and _hard(model):
+        if reduce and unnormalised(model):
             logged["normalized_nll_loss"] = losses.normalized_nll
         if isinstance(way, PackedStep) and model.training:
             logged = self._on_host(logged)
@@ -168,7 +169,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         log_probs, target = self.get_lprobs_and_target(model, net_output, sample)
         loss, nll = label_smoothed_nll_loss(log_probs, target, self.eps, self.padding_idx, reduce)
         normalized = nll.detach()
-        if reduce and _hard(model):
+        if reduce and unnormalised(model):
             with torch.no_grad():
                 total = at_least_float32(log_probs).logsumexp(dim=-1)
                 normalized = normalized + total.masked_fill(target.eq(self.padding_idx), 0).sum()
@@ -204,7 +205,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             )
 
 
-def _hard(model: Any) -> bool:
+def unnormalised(model: Any) -> bool:
     """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
     cfg: Any = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
-    return bool(getattr(cfg, "surfacefusion", None) and cfg.mode.gated and not cfg.sf_renormalize)
+    return bool(getattr(cfg, "unnormalised", False))

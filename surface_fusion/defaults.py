@@ -57,8 +57,8 @@ def _settle_published_positions(args: Any) -> None:
         if getattr(args, "layernorm_embedding", False) and args.sf_no_posedemb:
             raise SurfaceFusionError(
                 "the checkpoint was trained by the published code with --ta-posedemb and "
-                "--layernorm-embedding, which adds positions to the source embeddings but does not norm them; "
-                "that is not supported"
+                "--layernorm-embedding, which adds positions to the source embeddings but does not norm "
+                "them; that is not supported"
             )
         args.sf_no_posedemb = False  # also without transparent attention
     elif getattr(args, "transparent_attention", False) and not getattr(args, "sf_no_posedemb", True):

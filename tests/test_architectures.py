@@ -101,7 +101,10 @@ def test_no_other_default_depends_on_a_fusion_flag() -> None:
         *(("--encoder-fusion", method) for method in NAMES),
         ("--transparent-attention", "--fine-grained-ta", "--ta-source-embedding", "--ta-ffn"),
     ):
-        given = {flag[2:].replace("-", "_") for flag in flags} | {"encoder_fusion_embedding", "encoder_fusion"}
+        given = {flag[2:].replace("-", "_") for flag in flags} | {
+            "encoder_fusion_embedding",
+            "encoder_fusion",
+        }
         different = {name for name, value in vars(parse(*flags)).items() if plain.get(name) != value}
         expected = {"attention_dropout"} if "--surfacefusion" in flags else set()
         assert different - given == expected, flags

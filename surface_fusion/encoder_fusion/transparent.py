@@ -12,8 +12,8 @@ One LayerNorm serves all m. ``--ta-dropout`` drops of w, without normalising it 
 ``--ta-dropconnect``: of W), and of the mix.
 
 Per decoder layer. Parameters: ``M N + 2 C`` (1,060 for C = 512 and 6 layers), fine-grained ``M N C + 2 C``
-(19,456); with the embedding N is one more, and post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``: each
-state z becomes ``LN(z + FFN(z))``, in a pre-norm encoder ``z + FFN(LN(z))``, with one layer for all states.
+(19,456); with the embedding N is one more, and post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``:
+each state z becomes ``LN(z + FFN(z))``, in a pre-norm encoder ``z + FFN(LN(z))``; one layer serves all.
 """
 
 from typing import Any

@@ -32,7 +32,13 @@ from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
 from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import (
+    accumulating,
+    has_layers,
+    unwrapped,
+    why_not_fused,
+    why_not_packed,
+)
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.fused_loss import fused_losses
@@ -79,7 +85,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         common = cfg.common
         if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
             return
-        if self.sf_plain or why_not_fused(model) is not None:
+        if self.sf_plain or why_not_fused(model) is not None or not has_layers(unwrapped(model)):
             return
         if not torch.cuda.is_available() or not INSTALLED:
             return

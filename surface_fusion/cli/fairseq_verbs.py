@@ -23,7 +23,7 @@ from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.notices import say_at_first_batch
-from surface_fusion.ranges import check_config, check_ranges
+from surface_fusion.ranges import check_config, check_generation, check_ranges
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,16 @@ def run(verb: str, argv: Sequence[str]) -> None:
             # fairseq keeps the best loss of this process' last training in the functions themselves.
             vars(checkpoint_utils.save_checkpoint).pop("best", None)
             vars(command.should_stop_early).clear()
+        if verb == "generate":  # whose main is not called by call_main
+            changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
         command.cli_main()
+
+
+def _checked(main: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """fairseq's ``generate.main``, after :func:`check_ranges` and :func:`check_generation`."""
+    check_ranges(vars(args))
+    check_generation(vars(args))
+    return main(args)
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:

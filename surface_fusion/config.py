@@ -317,8 +317,8 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             layers = self.decoder.layers
             if layers < 1:
                 raise SurfaceFusionError(
-                    f"--surfacefusion att with --decoder-layers {layers}: its query is the output of a decoder "
-                    "layer; give 1 or more, or mean or max"
+                    f"--surfacefusion att with --decoder-layers {layers}: its query is the output of a "
+                    "decoder layer; give 1 or more, or mean or max"
                 )
             idx = -1 if self.sf_idx is None else self.sf_idx
             if not -layers <= idx < layers:

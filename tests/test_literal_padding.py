@@ -1,10 +1,12 @@
 """Text that holds special symbols as words: every way computes what fairseq's modules do, in float64."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import language_pair_dataset
 from tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken
@@ -166,3 +168,27 @@ def test_text_can_hold_the_symbol() -> None:
     """fairseq's dictionary takes the word for the symbol."""
     line = build()[1].target_dictionary.encode_line("w4 <pad> w5", add_if_not_exist=False)
     assert line.tolist() == [4, PAD, 5, EOS]
+
+
+def _one_of_two_processes(rank: int, store: str, out: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = shaken(*HARD).double().train()
+    flat = FlatParameters.of(model.parameters())
+    flat.zero_grad()
+    criterion = criteria()[0]
+    criterion(model, collated("both" if rank == 0 else "other symbols"))[0].backward()
+    flat.average_grads(None)
+    torch.save({name: p.grad.clone() for name, p in model.named_parameters()}, f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_only_one_of_two_processes_has_padding_as_a_word(tmp_path: Path) -> None:
+    """Both communicate alike: the gradient is the mean of both batches'."""
+    torch.multiprocessing.spawn(_one_of_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    reference = shaken(*HARD).double().train()
+    for place in ("both", "other symbols"):
+        (criteria()[1](reference, collated(place))[0] / 2).backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-5, msg=name)

@@ -66,7 +66,7 @@ step "Training: 3+3 layers, 192/768, hard surface fusion (gate 0.8, renormalised
 if [[ -f $run/trained && $(<"$run/trained") == "$updates $*" ]]; then
     echo "done already, log: $(short "$run/train.log")"
 else
-    echo "losses: negative log-likelihood in nats a token; fairseq's log: $(short "$run/train.log")"
+    echo "losses: negative log-likelihood in bits per token; fairseq's log: $(short "$run/train.log")"
     surface-fusion train "$run/data-bin" -s en -t ro -a transformer_surface_fusion \
         --encoder-layers 3 --encoder-embed-dim 192 --encoder-ffn-embed-dim 768 --encoder-attention-heads 4 \
         --decoder-layers 3 --decoder-embed-dim 192 --decoder-ffn-embed-dim 768 --decoder-attention-heads 4 \

@@ -1,5 +1,7 @@
 """Named architectures: sizes only, each for ``-a NAME``; all end in :func:`base_architecture`."""
 
+import logging
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +12,30 @@ from surface_fusion.command_line import settle_command_line
 from surface_fusion.defaults import fill_defaults, flatten_sections
 from surface_fusion.model import MODEL_NAME
 
+logger = logging.getLogger(__name__)
 
-def _prepare(args: Any) -> None:
+ATTENTION_DROPOUT = 0.1
+"""With ``--surfacefusion``, as in the published code."""
+
+
+def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_architecture) -> None:
     """What comes before any architecture's sizes.
 
-    The published code drops attention weights at 0.1 by default; a plain Transformer keeps fairseq's 0.
+    The published code drops attention weights at 0.1 by default; a plain Transformer keeps the default of
+    *plain_architecture*, mostly 0. Where the two differ, one log line says so.
     """
     flatten_sections(args)
-    if getattr(args, "surfacefusion", None) is not None:
-        args.attention_dropout = getattr(args, "attention_dropout", 0.1)
+    if getattr(args, "surfacefusion", None) is None or hasattr(args, "attention_dropout"):
+        return
+    args.attention_dropout = ATTENTION_DROPOUT
+    without = Namespace()
+    plain_architecture(without)
+    if without.attention_dropout != ATTENTION_DROPOUT:
+        logger.info(
+            f"--attention-dropout {ATTENTION_DROPOUT}: the default with --surfacefusion, as published; "
+            f"without --surfacefusion it is {without.attention_dropout}: to compare the two, give "
+            "--attention-dropout to both trainings"
+        )
 
 
 @register_model_architecture(MODEL_NAME, MODEL_NAME)
@@ -45,7 +62,7 @@ def _sized_like(plain_architecture: Callable[[Any], None]) -> Callable[[Any], No
     """The architecture of ours with the sizes of one of fairseq's Transformers."""
 
     def architecture(args: Any) -> None:
-        _prepare(args)
+        _prepare(args, plain_architecture)
         plain_architecture(args)
         base_architecture(args)
 

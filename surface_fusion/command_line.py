@@ -11,6 +11,7 @@ import torch
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ranges import check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,12 @@ def settle_command_line(args: Any) -> None:
     * ``flat_adam`` keeps its own fp32 weights: fairseq's memory-efficient wrapper adds no second copy.
 
     Raises:
-        SurfaceFusionError: ``--fp16`` without a GPU, or flat_adam with what it cannot serve.
+        SurfaceFusionError: a number out of its range, ``--fp16`` without a GPU, or flat_adam with what it
+            cannot serve.
     """
     if not hasattr(args, "stop_min_lr") or hasattr(args, "_name"):
         return  # a model's configuration, not a command line
+    check_ranges(vars(args))
     schedule = LR_SCHEDULER_DATACLASS_REGISTRY.get(args.lr_scheduler)
     if hasattr(args, "min_lr") and not hasattr(schedule, "min_lr"):
         logger.info(f"--min-lr {args.min_lr}: fairseq calls it --stop-min-lr now; taken as that")

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from surface_fusion.distributions import MODES, Mode
 from surface_fusion.encoder_fusion.config import EncoderFusionConfig
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ranges import RANGES, check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,13 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         metadata={
             "help": "how the softmax layer reads the source embeddings: att (attention from a decoder "
             "layer), mean or max (pooled); absent: a plain Transformer"
+        },
+    )
+    attention_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "dropout probability for attention weights; default 0.1 with --surfacefusion, as "
+            "published, and otherwise the architecture's (0.0): to compare the two, give it to both"
         },
     )
     sf_mode: FusionMode = field(  # type: ignore[valid-type]
@@ -153,6 +161,11 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         return self.surfacefusion is not None and self.mode.gated and self.sf_gate == 0
 
     @property
+    def unnormalised(self) -> bool:
+        """Whether the model's probabilities sum to less than 1, as those of the published hard fusion do."""
+        return self.surfacefusion is not None and self.mode.gated and not self.sf_renormalize
+
+    @property
     def fairseqs_own(self) -> bool:
         """Whether fairseq's encoder and decoder are all that the flags ask for."""
         ours = (
@@ -207,10 +220,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             raise SurfaceFusionError(
                 "--addtional-source-output final crashed in the published code and is not there; leave it out"
             )
-        for name in ("source_word_dropout", "target_word_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                flag = "--" + name.replace("_", "-")
-                raise SurfaceFusionError(f"{flag} {getattr(self, name)} is no probability below 1")
+        self._check_numbers()
         if self.target_word_dropout > 0 and self.decoder.input_dim != self.decoder.embed_dim:
             raise SurfaceFusionError(
                 f"--target-word-dropout needs --decoder-input-dim ({self.decoder.input_dim}) to equal "
@@ -255,6 +265,22 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             flags = ", ".join("--" + f.name.replace("_", "-") for f in idle)
             logger.warning(f"{flags}: without effect, since --surfacefusion is not given")
 
+    def _check_numbers(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for section in SECTIONS:
+            part = values.pop(section)
+            values |= {f"{section}_{f.name}": getattr(part, f.name) for f in fields(part)}
+        for name, value in values.items():
+            if name in RANGES and isinstance(value, str):
+                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r} is no number; give one")
+        check_ranges(values)
+        for stack, learned in (("encoder", self.encoder.learned_pos), ("decoder", self.decoder.learned_pos)):
+            dim = values[f"{stack}_embed_dim"]
+            if dim < 4 and not learned and not self.no_token_positional_embeddings:
+                raise SurfaceFusionError(
+                    f"--{stack}-embed-dim {dim} is too narrow for sinusoidal positions; give 4 or more"
+                )
+
     def _check_fusion(self) -> None:
         if self.surfacefusion not in SOURCES:
             raise SurfaceFusionError(
@@ -289,6 +315,11 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                     f"{dim}; choose a number of heads that does"
                 )
             layers = self.decoder.layers
+            if layers < 1:
+                raise SurfaceFusionError(
+                    f"--surfacefusion att with --decoder-layers {layers}: its query is the output of a "
+                    "decoder layer; give 1 or more, or mean or max"
+                )
             idx = -1 if self.sf_idx is None else self.sf_idx
             if not -layers <= idx < layers:
                 raise SurfaceFusionError(

@@ -7,7 +7,8 @@ log says which:
 2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
 3. ``--sf-plain``: as fairseq does.
 
-In hard fusion it also logs ``normalized_ppl``, the perplexity of the distribution made to sum to 1.
+In hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl``, those of the distribution made to
+sum to 1, which can be compared with another model's.
 """
 
 import logging
@@ -31,10 +32,17 @@ from surface_fusion.config import PLAIN_HELP
 from surface_fusion.distributions import at_least_float32
 from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.fast.eligibility import (
+    accumulating,
+    has_layers,
+    unwrapped,
+    why_not_fused,
+    why_not_packed,
+)
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from surface_fusion.fast.fused_loss import fused_losses
+from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.fast.step import PackedStep
 from surface_fusion.fast.triton_installed import INSTALLED
 
@@ -77,7 +85,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         common = cfg.common
         if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
             return
-        if self.sf_plain or why_not_fused(model) is not None:
+        if self.sf_plain or why_not_fused(model) is not None or not has_layers(unwrapped(model)):
             return
         if not torch.cuda.is_available() or not INSTALLED:
             return
@@ -103,7 +111,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         sentences = sample["target"].shape[0]
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
         logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
-        if reduce and _hard(model):
+        if reduce and unnormalised(model):
             logged["normalized_nll_loss"] = losses.normalized_nll
         if isinstance(way, PackedStep) and model.training:
             logged = self._on_host(logged)
@@ -124,8 +132,12 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return losses.loss, sample_size, logging_output
 
     def _way_for(self, model: Any) -> str | PackedStep:
-        """Decided once for a model: all processes of a training must go the same way."""
-        if model not in self._ways:
+        """Decided once for a model, and again when a parameter of a packed step was frozen.
+
+        All processes of a training must go the same way.
+        """
+        way = self._ways.get(model)
+        if way is None or (isinstance(way, PackedStep) and not way.packed.flat.requires_grad):
             self._ways[model], said = self._decide(model)
             level = logging.INFO if model.training else logging.DEBUG  # a validation has no optimizer to ask
             logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")
@@ -154,34 +166,16 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return step.train(sample, last=not accumulating(model), before_last=self.early_sums.send)
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        decoder = unwrapped(model).decoder
         features = model(**sample["net_input"], features_only=True)[0]
-        target = sample["target"]
-        keep = target.ne(self.padding_idx)
-        weight = keep.float()
-        weight[:, : self.ignore_prefix_size] = 0
-        # Real tokens first, in order: their number is known without asking the GPU.
-        rows = keep.flatten().byte().argsort(descending=True, stable=True)[: sample["ntokens"]]
-        features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
-        gate: Tensor | float | None = None
-        if features.dim() == 3:
-            gate = decoder.cfg.sf_gate
-            if decoder.cfg.learned_gate:
-                gate = decoder._gate(features[:, None]).flatten()
-        return linear_cross_entropy(
-            features,
-            decoder.output_projection.weight,
-            target,
-            weight.squeeze(-1),
-            smoothing=self.eps,
-            gate=gate,
-        )
+        prefix = self.ignore_prefix_size
+        decoder = unwrapped(model).decoder
+        return fused_losses(decoder, features, sample, smoothing=self.eps, ignore_prefix_size=prefix)
 
     def _plain(self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:
         log_probs, target = self.get_lprobs_and_target(model, net_output, sample)
         loss, nll = label_smoothed_nll_loss(log_probs, target, self.eps, self.padding_idx, reduce)
         normalized = nll.detach()
-        if reduce and _hard(model):
+        if reduce and unnormalised(model):
             with torch.no_grad():
                 total = at_least_float32(log_probs).logsumexp(dim=-1)
                 normalized = normalized + total.masked_fill(target.eq(self.padding_idx), 0).sum()
@@ -217,7 +211,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             )
 
 
-def _hard(model: Any) -> bool:
+def unnormalised(model: Any) -> bool:
     """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
     cfg: Any = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
-    return bool(getattr(cfg, "surfacefusion", None) and cfg.mode.gated and not cfg.sf_renormalize)
+    return bool(getattr(cfg, "unnormalised", False))

@@ -1,10 +1,13 @@
 """Sizes of the named architectures."""
 
+import argparse
+
 import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from tiny import ARCH, parse
 
+from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.model import SurfaceFusionModel
 
 # Layers of either stack, width, inner width, heads, dropout, attention dropout without and with fusion.
@@ -64,3 +67,51 @@ def test_parsing_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     parse("--surfacefusion", "att")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_default_that_surfacefusion_changes_is_said_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention dropout; nothing is said where it is given, or where the plain model has the same."""
+
+    def said(*flags: str) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "surface_fusion"):
+            parse(*flags, arch=ARCH + name)
+        return [r.getMessage() for r in caplog.records if "--attention-dropout" in r.getMessage()]
+
+    plain_attention = SIZES[name][-2]
+    lines = said("--surfacefusion", "att")
+    assert len(lines) == (plain_attention != 0.1)
+    for line in lines:
+        assert line.startswith("--attention-dropout 0.1: the default with --surfacefusion")
+        assert f"without --surfacefusion it is {plain_attention}" in line
+    assert not said("--surfacefusion", "att", "--attention-dropout", "0.1")
+    assert not said()
+
+
+def test_no_other_default_depends_on_a_fusion_flag() -> None:
+    """But for the flag itself, what it is another spelling of, and attention dropout."""
+    plain = vars(parse())
+    for flags in (
+        ("--surfacefusion", "att"),
+        ("--surfacefusion", "mean"),
+        ("--layer-wise-attention",),
+        *(("--encoder-fusion", method) for method in NAMES),
+        ("--transparent-attention", "--fine-grained-ta", "--ta-source-embedding", "--ta-ffn"),
+    ):
+        given = {flag[2:].replace("-", "_") for flag in flags} | {
+            "encoder_fusion_embedding",
+            "encoder_fusion",
+        }
+        different = {name for name, value in vars(parse(*flags)).items() if plain.get(name) != value}
+        expected = {"attention_dropout"} if "--surfacefusion" in flags else set()
+        assert different - given == expected, flags
+
+
+def test_the_help_tells_of_the_default() -> None:
+    parser = argparse.ArgumentParser()
+    SurfaceFusionModel.add_args(parser)
+    text = " ".join(parser.format_help().split())
+    assert "default 0.1 with --surfacefusion" in text

@@ -8,7 +8,6 @@ to it.
 
 import argparse
 import json
-import math
 import os
 from pathlib import Path
 
@@ -19,9 +18,10 @@ import matplotlib.pyplot as plt
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
-    """(update, loss in nats a token) of *subset* (``train`` or ``valid``); a later line wins.
+    """(update, loss in bits per token) of *subset* (``train`` or ``valid``); a later line wins.
 
-    fairseq logs losses in bits; the averages of an epoch (``train_...``) are left out.
+    Of the distribution made to sum to 1, where it does not by itself and the log has that. The averages of
+    an epoch (``train_...``) are left out.
     """
     prefix = "valid_" if subset == "valid" else ""
     curve = {}
@@ -29,7 +29,8 @@ def read(log: Path, subset: str) -> list[tuple[int, float]]:
         start = line.find('{"epoch": ')
         stats = json.loads(line[start:]) if start >= 0 else {}
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
-            curve[int(stats[f"{prefix}num_updates"])] = float(stats[f"{prefix}nll_loss"]) * math.log(2)
+            loss = stats.get(f"{prefix}normalized_nll_loss", stats[f"{prefix}nll_loss"])
+            curve[int(stats[f"{prefix}num_updates"])] = float(loss)
     return sorted(curve.items())
 
 
@@ -44,7 +45,7 @@ def draw(logs: list[Path], out: Path) -> None:
                 raise SystemExit(f"{log} has no {label} losses; was it written with --log-format json?")
             axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=name + label)
     axes.set_xlabel("updates")
-    axes.set_ylabel("negative log-likelihood (nats per token)")
+    axes.set_ylabel("negative log-likelihood (bits per token)")
     axes.set_title("Learning curve")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -2,12 +2,12 @@
 
     surface-fusion train ... --log-format json | python progress.py --updates 1240
 
-Losses are in nats a token, as in the learning curve; fairseq logs bits. Warnings and errors are shown whole.
+Losses are negative log-likelihoods in bits per token, as in fairseq's log and the learning curve; of hard
+fusion, whose probabilities sum to less than 1, the normalised ones. Warnings and errors are shown whole.
 """
 
 import argparse
 import json
-import math
 import signal
 import sys
 from typing import Any
@@ -22,7 +22,7 @@ def shown(line: str, updates: int) -> str | None:
     for prefix, name in (("", "training"), ("valid_", "validation")):
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
             done = int(stats[f"{prefix}num_updates"])
-            loss = float(stats[f"{prefix}nll_loss"]) * math.log(2)
+            loss = float(stats.get(f"{prefix}normalized_nll_loss", stats[f"{prefix}nll_loss"]))
             place = f"{done:{len(str(updates))}} of {updates} updates, epoch {stats['epoch']}"
             return f"{place}: {name} loss {loss:.2f}{_time_left(stats, updates - done)}"
     return None

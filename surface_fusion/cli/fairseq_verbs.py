@@ -13,6 +13,7 @@ from typing import Any
 
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.tasks import FairseqTask
 
 import surface_fusion
 from surface_fusion.cli import user_errors
@@ -21,6 +22,8 @@ from surface_fusion.cli.subwords import with_hint
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
+from surface_fusion.notices import say_at_first_batch
+from surface_fusion.ranges import check_config, check_generation, check_ranges
 
 
 @dataclass(frozen=True)
@@ -107,18 +110,34 @@ def run(verb: str, argv: Sequence[str]) -> None:
         changes.enter_context(trusted_checkpoints(getattr(known, "trust_checkpoint", False)))
         if verb in ("generate", "interactive"):
             changes.enter_context(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, rest)))
+        if verb == "validate":
+            changes.enter_context(
+                replaced(FairseqTask, "valid_step", say_at_first_batch(FairseqTask.valid_step))
+            )
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+            check_config(cfg)
             fairseqs_call_main(cfg, _Main(set_up, main), **kwargs)
 
         changes.enter_context(replaced(distributed_utils, "call_main", call_main))
+        if verb == "preprocess":
+            check_ranges(vars(options.get_preprocessing_parser().parse_known_args(rest)[0]))
         command = importlib.import_module(f"fairseq_cli.{verb}")
         if verb == "train":
             # fairseq keeps the best loss of this process' last training in the functions themselves.
             vars(checkpoint_utils.save_checkpoint).pop("best", None)
             vars(command.should_stop_early).clear()
+        if verb == "generate":  # whose main is not called by call_main
+            changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
         command.cli_main()
+
+
+def _checked(main: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """fairseq's ``generate.main``, after :func:`check_ranges` and :func:`check_generation`."""
+    check_ranges(vars(args))
+    check_generation(vars(args))
+    return main(args)
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:

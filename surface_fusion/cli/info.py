@@ -26,9 +26,9 @@ from surface_fusion.version import __version__
 SUMMARY = "what a checkpoint is; without one, the versions to put into a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Validation metrics that fairseq logs to base 2.
-BITS = ("loss", "nll_loss")
+BITS = ("loss", "nll_loss", "normalized_nll_loss")
 # Entries of a state dict that are no parameters.
-BUFFERS = ("version", "_float_tensor", "fusion.positions")
+BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -128,8 +128,11 @@ def _metric(cfg: Any) -> str:
         return f"validation {name}"
     per_sentence = name == "loss" and cfg.optimization.sentence_avg
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
-    unit = f"bits a {'sentence' if per_sentence else 'token'}"
-    return f"validation {name}, {unit}{', with label smoothing' if smoothed else ''}"
+    unit = f"bits per {'sentence' if per_sentence else 'token'}"
+    smoothing = ", with label smoothing" if smoothed else ""
+    hard = name != "normalized_nll_loss" and _is_unnormalised(cfg.model)
+    comparable = ", of hard fusion's probabilities, which sum to less than 1" if hard else ""
+    return f"validation {name}, {unit}{smoothing}{comparable}"
 
 
 def _languages(task: Any) -> str:
@@ -156,15 +159,27 @@ def _architecture(model_cfg: Any) -> str:
     return str(getattr(model_cfg, "arch", None) or model_cfg._name)
 
 
-def fusion_in_words(model_cfg: Any) -> str:
-    """What the flags of *model_cfg* (a Namespace or YAML configuration) make of the softmax layer."""
+def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
+    """*model_cfg* (a Namespace or YAML configuration) as a model is built from it; None: not one of ours."""
     architecture = _architecture(model_cfg)
     if not architecture.startswith(MODEL_NAME):
-        return "none: not a model of surface-fusion"
+        return None
     args = copy.deepcopy(model_cfg)
     with open_dict(args) if OmegaConf.is_config(args) else contextlib.nullcontext():
         ARCH_CONFIG_REGISTRY[architecture](args)  # as fairseq does before it builds the model
-    cfg = SurfaceFusionConfig.from_namespace(args)
+    return SurfaceFusionConfig.from_namespace(args)
+
+
+def _is_unnormalised(model_cfg: Any) -> bool:
+    cfg = _complete(model_cfg)
+    return cfg is not None and cfg.unnormalised
+
+
+def fusion_in_words(model_cfg: Any) -> str:
+    """What the flags of *model_cfg* (a Namespace or YAML configuration) make of the softmax layer."""
+    cfg = _complete(model_cfg)
+    if cfg is None:
+        return "none: not a model of surface-fusion"
     words = []
     if cfg.layer_wise_attention:
         words.append("decoder layer i attends to encoder layer i")

@@ -8,7 +8,8 @@ that fails once fairseq no longer needs it.
 
 import functools
 
-from fairseq.data import data_utils
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils, language_pair_dataset
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
 from fairseq.sequence_generator import SequenceGenerator
@@ -28,8 +29,11 @@ from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
+from surface_fusion.literal_padding import mark
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
+from surface_fusion.notices import say_at_start
+from surface_fusion.overrides import refuse_unknown
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.while_waiting import fetch_while_waiting
@@ -43,6 +47,7 @@ def apply() -> None:
     silence_harmless_warnings()
     allow_checkpoint_classes()
     explain_bad_checkpoints()
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", refuse_unknown)
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)
@@ -68,8 +73,10 @@ def apply() -> None:
     wrap(Trainer, "get_train_iterator", remember_batches)
     wrap(Trainer, "begin_epoch", try_longest_batch)
     wrap(Trainer, "__init__", quick_trainer.build_quickly)
+    wrap(Trainer, "__init__", say_at_start)
     wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
     wrap(data_utils, "collate_tokens", collate_tokens)
+    wrap(language_pair_dataset, "collate", mark)
     wrap(SequenceGenerator, "_generate", quick_search.generate)
     wrap(Trainer, "_set_seed", quick_trainer.set_seed)
     wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)

@@ -159,8 +159,6 @@ class EncoderFusionConfig(TransformerConfig):
                 f"--dwatt-bottleneck {self.dwatt_bottleneck} --dwatt-d-pos {self.dwatt_d_pos}: widths are "
                 "positive (a bottleneck of 0 is half the encoder's width)"
             )
-        if not 0 <= self.ta_dropout < 1:
-            raise SurfaceFusionError(f"--ta-dropout {self.ta_dropout} is no probability below 1")
         for stack in ("encoder", "decoder"):
             if getattr(self, stack).layers < 1:
                 raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")

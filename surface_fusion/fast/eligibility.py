@@ -80,6 +80,11 @@ def why_not_fused(model: Any) -> str | None:
     return None
 
 
+def has_layers(model: Any) -> bool:
+    """Whether both encoder and decoder of *model*, without its distributed wrappers, have any."""
+    return len(model.encoder.layers) > 0 and len(model.decoder.layers) > 0
+
+
 def why_not_packed(model: Any) -> str | None:
     """Why the layers of *model*, which :func:`why_not_fused` passed, cannot run without padding, or None."""
     model = unwrapped(model)
@@ -110,7 +115,7 @@ def why_not_packed(model: Any) -> str | None:
         (cfg.no_cross_attention, "--no-cross-attention"),
         (cfg.base_layers > 0, "--base-layers"),
         (cfg.encoder.xformers_att_config or cfg.decoder.xformers_att_config, "xFormers attention"),
-        (not encoder.layers or not decoder.layers, "no layers"),
+        (not has_layers(model), "no layers"),
         (weight.is_cuda and widest > WIDEST_HEAD, f"heads of more than {WIDEST_HEAD} channels"),
     ):
         if flag:
@@ -133,6 +138,8 @@ def why_not_fast(decoder: Any) -> str | None:
         return "--sf-plain"
     if decoder.cfg.cross_self_attention:
         return "--cross-self-attention"
+    if not len(decoder.layers):
+        return "no layers"
     if torch.is_autocast_enabled(next(decoder.parameters()).device.type):
         return "autocast"
     for name, module in decoder.named_modules():

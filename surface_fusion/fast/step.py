@@ -4,7 +4,7 @@ The gradient does not travel through the model's own modules: backward adds it t
 ``--optimizer flat_adam`` reduces it over processes and takes it. Distributed wrappers are passed by.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.forward_ahead import ForwardAhead
+from surface_fusion.fast.fused_loss import fused_losses
 from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.fast.packed import PackedBatch, pack
 from surface_fusion.fast.recordings import Forward, Graphs, tokens_of
+from surface_fusion.literal_padding import in_target
 from surface_fusion.while_waiting import gpu_has_work
 
 
@@ -66,6 +68,8 @@ class PackedStep:
         """Losses without dropout and gradients."""
         self.packed.training = False
         with torch.no_grad():
+            if in_target(sample, self.padding_idx):
+                return self._by_modules(sample)
             batch = pack(*tokens_of(sample), self.padding_idx)
             losses = self.losses(batch)
         gpu_has_work()
@@ -80,6 +84,8 @@ class PackedStep:
         """
         graphs = self._graphs
         if graphs is None or not self._ahead.pays or not graphs.hold(sample):
+            return False
+        if in_target(sample, self.padding_idx):
             return False
         self._ahead.begin(tokens_of(sample), seed, lambda: graphs.run(sample))
         return True
@@ -98,11 +104,14 @@ class PackedStep:
             before_last: called before such a backward, with the gradient's factor.
         """
         self.packed.training = True
-        if self._graphs is not None:
+        if in_target(sample, self.padding_idx):
+            losses, backward = self._forward_by_modules(sample)
+        elif self._graphs is not None:
             losses, backward = self._ahead.take(tokens_of(sample)) or self._graphs.run(sample)
-            self._graphs.record_pending()
         else:
             losses, backward = self.forward(pack(*tokens_of(sample), self.padding_idx))
+        if self._graphs is not None:
+            self._graphs.record_pending()
         gpu_has_work()
 
         def run(scale: Tensor) -> None:
@@ -121,10 +130,30 @@ class PackedStep:
         """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
         with torch.enable_grad():
             losses = self.losses(batch)
+        return self._with_gradients(losses, self.packed.leaves, self.packed.gradients)
+
+    def _by_modules(self, sample: dict[str, Any]) -> LinearCrossEntropy:
+        """The losses of a padded batch."""
+        net, decoder = sample["net_input"], self.packed.decoder
+        encoder_out = self.packed.encoder(net["src_tokens"], net["src_lengths"])
+        features = decoder(net["prev_output_tokens"], encoder_out, features_only=True)[0]
+        prefix = self.ignore_prefix_size
+        return fused_losses(decoder, features, sample, smoothing=self.smoothing, ignore_prefix_size=prefix)
+
+    def _forward_by_modules(self, sample: dict[str, Any]) -> Forward:
+        """:meth:`forward` of a batch that packed rows cannot express; processes communicate alike in both."""
+        with torch.enable_grad():
+            losses = self._by_modules(sample)
+        flat = self.packed.flat
+        params = list(flat.offsets)
+        return self._with_gradients(losses, params, [flat.view(param, flat.grad) for param in params])
+
+    def _with_gradients(
+        self, losses: LinearCrossEntropy, leaves: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Forward:
         held = [losses.loss]  # backward pops it, so that all activations are freed
 
         def backward(scale: Tensor) -> None:
-            leaves, gradients = self.packed.leaves, self.packed.gradients
             with torch.enable_grad():
                 scaled = held.pop() * scale  # passed to grad() as grad_outputs, torch imports sympy: a second
             found = torch.autograd.grad(scaled, leaves, allow_unused=True)

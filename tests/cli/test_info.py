@@ -40,12 +40,16 @@ def test_a_checkpoint_of_ours(command, checkpoint, data):
     assert facts["parameters"] == entries * d + layers + attention + ffn
 
 
+HARD = "of hard fusion's probabilities, which sum to less than 1"
+
+
 @pytest.mark.parametrize(
     ("metric", "sentence_avg", "words"),
     [
-        ("loss", False, "validation loss, bits a token, with label smoothing"),
-        ("loss", True, "validation loss, bits a sentence, with label smoothing"),
-        ("nll_loss", True, "validation nll_loss, bits a token"),
+        ("loss", False, f"validation loss, bits per token, with label smoothing, {HARD}"),
+        ("loss", True, f"validation loss, bits per sentence, with label smoothing, {HARD}"),
+        ("nll_loss", True, f"validation nll_loss, bits per token, {HARD}"),
+        ("normalized_nll_loss", True, "validation normalized_nll_loss, bits per token"),
         ("bleu", False, "validation bleu"),
     ],
 )
@@ -55,6 +59,11 @@ def test_the_best_loss_has_a_name_and_a_unit(command, checkpoint, tmp_path, metr
     state["cfg"]["optimization"]["sentence_avg"] = sentence_avg
     torch.save(state, tmp_path / "metric.pt")
     assert json.loads(command("info", tmp_path / "metric.pt", "--json").out)["best_loss_is"] == words
+    if metric != "bleu":
+        state["cfg"]["model"].sf_renormalize = True
+        torch.save(state, tmp_path / "metric.pt")
+        said = json.loads(command("info", tmp_path / "metric.pt", "--json").out)["best_loss_is"]
+        assert said == words.removesuffix(f", {HARD}")
 
 
 def test_without_a_validation_there_is_no_best_loss(command, checkpoint, tmp_path):

@@ -32,13 +32,24 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_curve_is_read_in_nats_and_a_resumed_training_replaces_its_points(tmp_path: Path) -> None:
+def test_curve_is_read_in_bits_and_a_resumed_training_replaces_its_points(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(LOG)
     read = script("plot_curve").read
-    ln2 = 0.693147
-    assert dict(read(log, "train")) == pytest.approx({31: 8 * ln2, 62: 4 * ln2}, abs=1e-4)
-    assert dict(read(log, "valid")) == pytest.approx({40: 6 * ln2, 80: 3 * ln2}, abs=1e-4)
+    assert dict(read(log, "train")) == {31: 8, 62: 4}
+    assert dict(read(log, "valid")) == {40: 6, 80: 3}
+
+
+def test_hard_fusion_is_shown_normalised_so_that_the_order_of_curves_is_right(tmp_path: Path) -> None:
+    hard, plain = tmp_path / "hard.log", tmp_path / "plain.log"
+    stats = {"epoch": 1, "valid_nll_loss": "6.158", "valid_num_updates": "40"}
+    hard.write_text(json.dumps({**stats, "valid_normalized_nll_loss": "6.024"}))
+    plain.write_text(json.dumps({**stats, "valid_nll_loss": "6.125"}))
+    read, shown = script("plot_curve").read, script("progress").shown
+    assert read(hard, "valid") == [(40, 6.024)]
+    assert read(plain, "valid") == [(40, 6.125)]
+    assert shown(hard.read_text(), 100) == " 40 of 100 updates, epoch 1: validation loss 6.02"
+    assert shown(plain.read_text(), 100) == " 40 of 100 updates, epoch 1: validation loss 6.12"
 
 
 @pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
@@ -76,11 +87,11 @@ def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
     assert [update for update, _ in script("plot_curve").read(log, "valid")] == [40, 80]
 
 
-def test_progress_is_short_and_in_nats() -> None:
+def test_progress_is_short_and_in_bits() -> None:
     shown = script("progress").shown
     said = [line for line in (shown(line, 100) for line in LOG.splitlines()) if line is not None]
-    assert said[0] == " 31 of 100 updates, epoch 1: training loss 5.55"
-    assert said[1] == " 40 of 100 updates, epoch 1: validation loss 4.16"
+    assert said[0] == " 31 of 100 updates, epoch 1: training loss 8.00"
+    assert said[1] == " 40 of 100 updates, epoch 1: validation loss 6.00"
     assert len(said) == 5, "averages of an epoch are left out"
     line = json.dumps({"epoch": 1, "nll_loss": "1", "num_updates": "40", "ups": "2"})
     fast, slow = line, line.replace('"2"', '"0.1"')
@@ -143,7 +154,7 @@ def test_the_demo_shows_relative_paths_and_keeps_logs_in_files(tmp_path: Path) -
         said.append(done.stdout)
     assert f"Paths below are as from {clone}\n" in said[0]
     assert str(clone) not in said[1] and "chatter" not in said[0]
-    assert "31 of 20 updates, epoch 1: training loss 5.55\n" in said[0] and "train_inner" not in said[0]
+    assert "31 of 20 updates, epoch 1: training loss 8.00\n" in said[0] and "train_inner" not in said[0]
     assert "Cats' eyes are very sensitive to light.\n    Salut 0\n" in said[0]
     assert "picture:      runs/demo-quick/learning_curve.png\n" in said[0]
     assert "done already" not in said[0] and "done already, log: runs/demo-quick/train.log" in said[1]

@@ -1,0 +1,41 @@
+"""The losses of a batch from the decoder's features, output layer and loss in one operation."""
+
+from typing import Any
+
+from torch import Tensor
+
+from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+
+
+def fused_losses(
+    decoder: Any, features: Tensor, sample: dict[str, Any], *, smoothing: float, ignore_prefix_size: int
+) -> LinearCrossEntropy:
+    """Summed over the target tokens that are not padding.
+
+    Args:
+        decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
+        features: what it returns with ``features_only``: B x T x C, or B x T x 2 x C.
+        sample: a batch as fairseq collates it.
+        smoothing: label smoothing epsilon.
+        ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
+    """
+    target = sample["target"]
+    keep = target.ne(decoder.padding_idx)
+    weight = keep.float()
+    weight[:, :ignore_prefix_size] = 0
+    # Real tokens first, in order: their number is known without asking the GPU.
+    rows = keep.flatten().byte().argsort(descending=True, stable=True)[: sample["ntokens"]]
+    features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
+    gate: Tensor | float | None = None
+    if features.dim() == 3:
+        gate = decoder.cfg.sf_gate
+        if decoder.cfg.learned_gate:
+            gate = decoder._gate(features[:, None]).flatten()
+    return linear_cross_entropy(
+        features,
+        decoder.output_projection.weight,
+        target,
+        weight.squeeze(-1),
+        smoothing=smoothing,
+        gate=gate,
+    )

@@ -1,0 +1,60 @@
+"""``--model-overrides`` and the keywords of ``from_pretrained``: a misspelt name is refused.
+
+fairseq sets what it finds, and says nothing of the rest.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.registry import REGISTRIES
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
+from omegaconf import DictConfig, OmegaConf
+
+from surface_fusion.config import SECTIONS, SurfaceFusionConfig
+from surface_fusion.errors import SurfaceFusionError
+
+
+def refuse_unknown(
+    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``.
+
+    Raises:
+        SurfaceFusionError: *arg_overrides* has a name that no setting of a model of ours has.
+    """
+    state = load(path, arg_overrides, *args, **kwargs)
+    model = getattr(state.get("cfg"), "model", None)
+    name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
+    if arg_overrides and name.startswith("transformer_surface_fusion"):
+        known = set(_names(state["cfg"]))
+        for key in arg_overrides:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                advice = f"did you mean {near[0]}?" if near else "take it out"
+                raise SurfaceFusionError(f"override {key!r} of {path} is no setting of its model; {advice}")
+    return state
+
+
+def _names(cfg: DictConfig) -> Iterator[str]:
+    """All settings that a checkpoint can have; its model's own Namespace also holds what was overridden."""
+    for section in (str(name) for name in cfg if not OmegaConf.is_missing(cfg, name)):
+        yield section
+        if isinstance(cfg[section], DictConfig):
+            yield from map(str, cfg[section])
+    yield from _fields(SurfaceFusionConfig())
+    for section in SECTIONS:
+        yield from (f"{section}_{name}" for name in _fields(getattr(SurfaceFusionConfig(), section)))
+    for field in fields(FairseqConfig):
+        yield field.name
+        yield from _fields(field.type)
+        yield from _fields(field.default)
+    for registry in [*(r["dataclass_registry"] for r in REGISTRIES.values()), TASK_DATACLASS_REGISTRY]:
+        for kind in registry.values():
+            yield from _fields(kind)
+
+
+def _fields(kind: Any) -> Iterable[str]:
+    return [f.name for f in fields(kind)] if is_dataclass(kind) else []

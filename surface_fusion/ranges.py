@@ -1,0 +1,194 @@
+"""The range of each numeric flag: what lies outside is refused before anything begins.
+
+fairseq takes any number, and goes on until something divides by it or a loss is NaN.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from surface_fusion.errors import SurfaceFusionError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from *low* to *high*.
+
+    Attributes:
+        over, under: whether *low* and *high* themselves are left out.
+        also: values with a meaning of their own.
+        fault: what is said of a number outside, by default what to give instead.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    over: bool = False
+    under: bool = False
+    also: tuple[float, ...] = ()
+    fault: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        above = value > self.low if self.over else value >= self.low
+        below = value < self.high if self.under else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        if self.fault:
+            return f" {self.fault}"
+        if math.isinf(self.low) and math.isinf(self.high):
+            words = "a finite number"
+        elif math.isinf(self.high):
+            words = f"a number above {self.low:g}" if self.over else f"a number of at least {self.low:g}"
+        else:
+            words = f"a number in {'(' if self.over else '['}{self.low:g}, {self.high:g}"
+            words += ")" if self.under else "]"
+        return ": give " + " or ".join([words, *(f"{value:g}" for value in self.also)])
+
+
+PROBABILITY = Range(0, 1, under=True, fault="is no probability below 1")
+SHARE = Range(0, 1)
+COUNT = Range(1)
+COUNT_OR_0 = Range(0)
+COUNT_OR_OFF = Range(0, also=(-1,))
+POSITIVE = Range(0, over=True)
+NOT_NEGATIVE = Range(0)
+FINITE = Range()
+SEED = Range(0, 2**32 - 1, fault="is no seed: give an integer from 0 to 4294967295")
+
+_GROUPS: tuple[tuple[Range, str], ...] = (
+    (
+        PROBABILITY,
+        """
+        dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout ta_dropout
+        source_word_dropout target_word_dropout encoder_layerdrop decoder_layerdrop
+        quant_noise_pq quant_noise_scalar label_smoothing""",
+    ),
+    (SHARE, "slowmo_momentum ema_decay block_momentum"),
+    (
+        COUNT,
+        """
+        encoder_embed_dim decoder_embed_dim encoder_ffn_embed_dim decoder_ffn_embed_dim
+        decoder_input_dim decoder_output_dim
+        max_source_positions max_target_positions quant_noise_pq_block_size adaptive_softmax_cutoff
+        max_tokens batch_size max_tokens_valid batch_size_valid required_batch_size_multiple
+        required_seq_len_multiple update_freq validate_interval log_interval save_interval
+        num_shards distributed_world_size nprocs_per_node
+        all_gather_list_size model_parallel_size bucket_cap_mb localsgd_frequency checkpoint_shard_count
+        fp16_scale_window amp_scale_window beam nbest
+        ema_update_freq global_sync_iter workers padding_factor softmax_batch
+        total_num_update""",
+    ),
+    (
+        COUNT_OR_0,
+        """
+        encoder_layers decoder_layers base_layers base_sublayers base_shuffle
+        min_params_to_wrap num_workers data_buffer_size validate_interval_updates validate_after_updates
+        max_valid_steps curriculum shard_id max_epoch max_update save_interval_updates
+        warmup_updates ignore_prefix_size num_batch_buckets empty_cache_freq amp_batch_retries
+        distributed_rank distributed_num_procs pipeline_chunks
+        beam_mt max_len_b max_len_b_mt min_len prefix_size no_repeat_ngram_size buffer_size
+        iter_decode_max_iter iter_decode_with_beam
+        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt""",
+    ),
+    (
+        COUNT_OR_OFF,
+        """
+        keep_interval_updates keep_interval_updates_pattern keep_last_epochs keep_best_checkpoints patience
+        distributed_port force_anneal warmup_init_lr nwordssrc nwordstgt""",
+    ),
+    (
+        POSITIVE,
+        "adaptive_softmax_factor fp16_init_scale amp_init_scale min_loss_scale threshold_loss_scale "
+        "adam_eps temperature block_lr",
+    ),
+    (
+        NOT_NEGATIVE,
+        """
+        lr end_learning_rate weight_decay clip_norm stop_time_hours
+        fp16_scale_tolerance max_len_a max_len_a_mt diverse_beam_strength""",
+    ),
+    (Range(0, also=(-1,), over=True), "heartbeat_timeout"),
+    (Range(1, also=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
+    (Range(0, 1, over=True, also=(-1,)), "sampling_topp"),
+    (
+        FINITE,
+        """
+        lenpen lenpen_mt unkpen diversity_rate iter_decode_eos_penalty stop_min_lr min_lr power lm_weight""",
+    ),
+    (SEED, "seed fixed_validation_seed"),
+)
+RANGES: dict[str, Range] = {name: kind for kind, names in _GROUPS for name in names.split()}
+"""By the flag's name, ``label_smoothing`` of ``--label-smoothing``. What depends on other flags is checked in
+``config.py`` and ``encoder_fusion/config.py``."""
+
+
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Refuse the first number that is out of its range.
+
+    Args:
+        values: by name; lists are checked element by element.
+
+    Raises:
+        SurfaceFusionError: the flag, its value and its range.
+    """
+    for name, value in values.items():
+        kind = RANGES.get(name)
+        if kind is None:
+            continue
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in kind:
+                raise SurfaceFusionError(f"--{name.replace('_', '-')} {number}{kind}")
+
+
+def check_generation(values: Mapping[str, Any]) -> None:
+    """Refuse settings of generation that contradict each other; they are in their ranges by themselves.
+
+    Raises:
+        SurfaceFusionError: both flags with their values.
+    """
+    nbest, beam = values.get("nbest", 1), values.get("beam", 5)
+    if nbest > beam:
+        raise SurfaceFusionError(f"--nbest {nbest} asks for more than --beam {beam} finds; raise --beam")
+    shortest, longest = values.get("min_len", 1), values.get("max_len_b", 200)
+    if values.get("max_len_a", 0) == 0 and shortest > longest:
+        raise SurfaceFusionError(f"--min-len {shortest} is more than --max-len-b {longest}; lower it")
+    shard, shards = values.get("shard_id", 0), values.get("num_shards", 1)
+    if shard >= shards:
+        raise SurfaceFusionError(f"--shard-id {shard}: give a number below --num-shards {shards}")
+
+
+def check_config(cfg: DictConfig) -> None:
+    """:func:`check_ranges` of fairseq's whole configuration, and what contradicts itself.
+
+    But for its model, see :meth:`surface_fusion.config.SurfaceFusionConfig.check`.
+
+    Raises:
+        SurfaceFusionError: a value that nothing can be done with.
+    """
+    sections = {name: dict(_values(cfg, name)) for name in map(str, cfg) if name != "model"}
+    for values in sections.values():
+        check_ranges(values)
+    check_generation({**sections.get("dataset", {}), **sections.get("generation", {})})
+    schedule = sections.get("lr_scheduler", {})
+    if schedule.get("_name") == "inverse_sqrt" and schedule.get("warmup_updates", 1) < 1:
+        raise SurfaceFusionError(
+            "--warmup-updates 0 does not go with --lr-scheduler inverse_sqrt, which divides by it; give 1 or "
+            "more"
+        )
+
+
+def _values(cfg: DictConfig, name: str) -> Iterator[tuple[str, Any]]:
+    section = None if OmegaConf.is_missing(cfg, name) else cfg[name]
+    if isinstance(section, Namespace):
+        yield from vars(section).items()
+    elif isinstance(section, DictConfig):
+        for key in section:
+            if not OmegaConf.is_missing(section, key):
+                value = section[key]
+                yield str(key), list(value) if OmegaConf.is_list(value) else value

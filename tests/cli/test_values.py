@@ -1,0 +1,135 @@
+"""Numbers and names that the verbs refuse in one line, before anything is done."""
+
+import pytest
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
+
+from surface_fusion.cli.main import main
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.model import SurfaceFusionModel
+from tests.small_training import OPTIMISER, PLAIN, TRAIN
+
+
+@pytest.fixture
+def refused(command):
+    """``refused("train", ...)``: the one line, without the name of the command."""
+
+    def run(verb, *argv):
+        result = command(verb, *argv)
+        lines = [line for line in result.err.splitlines() if " | INFO | " not in line]
+        assert result.status == 2
+        assert len(lines) == 1, lines
+        return lines[0].removeprefix(f"surface-fusion {verb}: error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (("--label-smoothing", 1.5), "--label-smoothing 1.5 is no probability below 1"),
+        (("--clip-norm", "nan"), "--clip-norm nan: give a number of at least 0"),
+        (("--encoder-layers", -1), "--encoder-layers -1: give a number of at least 0"),
+        (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0 is no probability below 1"),
+        (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
+        (("--update-freq", 0), "--update-freq 0: give a number of at least 1"),
+        (("--seed", -1), "--seed -1 is no seed: give an integer from 0 to 4294967295"),
+        (("--encoder-embed-dim", 3, "--encoder-attention-heads", 1), "--encoder-embed-dim 3 is too narrow"),
+        (
+            ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),
+            "--warmup-updates 0 does not go with --lr-scheduler inverse_sqrt",
+        ),
+    ],
+)
+def test_training(refused, data, tmp_path, flags, line):
+    said = refused("train", data, *TRAIN, "--save-dir", tmp_path / "s", "--max-update", 1, *flags)
+    assert said.startswith(line)
+    assert not (tmp_path / "s").exists() or not [*(tmp_path / "s").iterdir()]
+
+
+def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
+    flags = ("--label-smoothing", 1.5, "--max-update", 1, "--save-dir", tmp_path / "s")
+    said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
+    assert said.startswith("--label-smoothing 1.5 is no probability below 1")
+
+
+@pytest.mark.parametrize("verb", ["generate", "interactive"])
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (("--nbest", 5, "--beam", 2), "--nbest 5 asks for more than --beam 2 finds"),
+        (("--beam", 0), "--beam 0: give a number of at least 1"),
+        (("--beam", -1), "--beam -1: give a number of at least 1"),
+        (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
+        (("--min-len", 30, "--max-len-b", 20), "--min-len 30 is more than --max-len-b 20"),
+        (("--temperature", 0), "--temperature 0.0: give a number above 0"),
+        (("--lenpen", "nan"), "--lenpen nan: give a finite number"),
+    ],
+)
+def test_generation(refused, data, checkpoint, verb, flags, line):
+    said = refused(verb, data, "--path", checkpoint, "--cpu", *flags)
+    assert said.startswith(line)
+
+
+@pytest.mark.parametrize("verb", ["generate", "interactive", "validate"])
+@pytest.mark.parametrize(
+    "key, advice",
+    [
+        ("sf_gat", "did you mean sf_gate?"),
+        ("encoder_layer", "did you mean encoder_layers?"),
+        ("qq", "take it out"),
+    ],
+)
+def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
+    flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
+    said = refused(verb, data, *flags)
+    assert said == f"override '{key}' of {checkpoint} is no setting of its model; {advice}"
+
+
+def test_an_override_of_another_type(refused, data, checkpoint):
+    flags = ("--path", checkpoint, "--cpu", "--model-overrides", "{'dropout': 'much'}")
+    assert refused("generate", data, *flags) == "--dropout 'much' is no number; give one"
+
+
+@pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])
+def test_overrides_that_are_settings(command, data, checkpoint, overrides):
+    flags = ("--path", checkpoint, "--cpu", "--max-len-b", 5, "--beam", 1, "--model-overrides", overrides)
+    assert command("generate", data, "--gen-subset", "valid", "--num-workers", 0, *flags).status == 0
+
+
+def test_keywords_of_from_pretrained(checkpoint, data):
+    place = (str(checkpoint.parent), checkpoint.name, str(data))
+    with pytest.raises(SurfaceFusionError, match="did you mean sf_gate"):
+        SurfaceFusionModel.from_pretrained(*place, sf_gat=0.9)
+    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is no probability below 1"):
+        SurfaceFusionModel.from_pretrained(*place, dropout=1.5)
+    hub = SurfaceFusionModel.from_pretrained(*place, sf_gate=0.9, tokenizer="space")
+    assert hub.models[0].decoder.cfg.sf_gate == 0.9
+
+
+@pytest.mark.parametrize(
+    "flags, line", [(("--workers", 0), "--workers 0: give"), (("--nwordssrc", -5), "--nwordssrc -5: give")]
+)
+def test_preprocessing(refused, tmp_path, flags, line):
+    argv = ("-s", "en", "-t", "ro", "--trainpref", tmp_path / "no", "--destdir", tmp_path / "out", *flags)
+    assert refused("preprocess", *argv).startswith(line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_numbers_in_a_yaml_training(data):
+    """fairseq's own command knows them when the trainer is made."""
+    argv = [str(data), *map(str, TRAIN)]
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), argv))
+    task = tasks.setup_task(cfg.task)
+    model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+    cfg.criterion.label_smoothing = 1.5
+    with pytest.raises(SurfaceFusionError, match=r"--label-smoothing 1\.5 is no probability below 1"):
+        Trainer(cfg, task, model, criterion)
+
+
+def test_an_unusual_but_sound_training_goes_on(data, tmp_path):
+    flags = ("--label-smoothing", 0, "--clip-norm", 0, "--lr", 0, "--dropout", 0, "--update-freq", 2)
+    assert (
+        main(["train", str(data), *map(str, TRAIN), *map(str, flags), "--max-update", "1", "--no-save"]) == 0
+    )

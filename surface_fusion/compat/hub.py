@@ -21,9 +21,9 @@ def source_limit(max_positions: Any) -> float:
     return limit if isinstance(limit, (int, float)) else math.inf
 
 
-def left_empty(line: int, length: int, limit: float) -> str:
-    """The warning of line number *line* of *length* tokens."""
-    return f"line {line} has {length} subwords, the model takes {limit:.0f}; its translation is left empty"
+def left_empty(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
+    """The warning of line number *line* of *length* tokens, more than *limit*."""
+    return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
 
 
 def fitting(rows: Sequence[Tensor], limit: float) -> list[int]:

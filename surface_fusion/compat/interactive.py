@@ -64,8 +64,9 @@ def answer_each_line() -> None:
             missing.difference_update(ids)
             yield batch._replace(ids=torch.tensor(ids))
         for i in sorted(missing):
-            allowed = limit if len(rows[i]) > limit else cfg.dataset.max_tokens
-            logger.warning(left_empty(before + i + 1, len(rows[i]), allowed))
+            by_model = (limit, "the model takes")
+            why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
+            logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
         for i in sorted(missing | {i for i in range(len(rows)) if i not in places}):
             yield from _untranslated(i, rows[i], task, constrained)
 

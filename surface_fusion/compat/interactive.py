@@ -1,5 +1,6 @@
 """``interactive``: as many answers as lines."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -31,9 +32,9 @@ def answer_each_line() -> None:
     """
 
     def buffered_read(original: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
-        with open(0 if input == "-" else input, "rb", closefd=input != "-") as file:
+        with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
             lines = _Lines()
-            for line in typed_lines(sys.stdin if input == "-" else file):
+            for line in typed_lines(stream):
                 lines.append(line.strip())
                 if len(lines) == buffer_size:
                     yield lines

@@ -1,8 +1,9 @@
 """Text files that fairseq reads: a line ends at a line feed."""
 
 import builtins
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from fairseq import binarizer, file_chunker_utils, utils
@@ -64,12 +65,15 @@ def end_lines_at_line_feeds() -> None:
     wrap(Chunker, "__enter__", enter)
     wrap(ChunkLineIterator, "__iter__", lines)
     wrap(indexed_dataset.IndexedRawTextDataset, "read_data", read_data)
-    # Dictionaries, embeddings and alignments.
-    for module in (dictionary, utils, *command_modules(preprocess)):
+    for module in (dictionary, utils):  # dictionaries, embeddings, alignments of words
         vars(module)["open"] = _open
+    for module in command_modules(preprocess):  # text and its alignments
+        vars(module)["open"] = functools.partial(_open, read_as="utf-8-sig")
 
 
-def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+def _open(file: Any, mode: str = "r", *args: Any, read_as: Optional[str] = None, **kwargs: Any) -> Any:
     if "b" not in mode:
         kwargs.setdefault("newline", "\n")
+    if mode == "r" and read_as is not None:
+        kwargs["encoding"] = read_as
     return builtins.open(file, mode, *args, **kwargs)

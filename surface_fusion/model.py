@@ -3,6 +3,7 @@
 from argparse import ArgumentParser
 from typing import Any
 
+from fairseq import hub_utils
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
@@ -13,6 +14,7 @@ from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.groups import group_parameters
+from surface_fusion.hub import MAX_TOKENS, TranslationHub
 from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
@@ -66,6 +68,33 @@ class SurfaceFusionModel(TransformerModelBase):
         if cfg.fairseqs_own:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name_or_path: str,
+        checkpoint_file: str = "model.pt",
+        data_name_or_path: str = ".",
+        **kwargs: Any,
+    ) -> TranslationHub:
+        """A trained model that translates text.
+
+        Args:
+            model_name_or_path: the folder of the checkpoint.
+            checkpoint_file: its name there; several, separated by ``:``, make an ensemble.
+            data_name_or_path: the folder of the dictionaries.
+            **kwargs: settings that replace those in the checkpoint. *max_tokens* and *batch_size* limit the
+                batches of the translation; those of the training do not.
+        """
+        loaded = hub_utils.from_pretrained(
+            *(model_name_or_path, checkpoint_file, data_name_or_path),
+            archive_map=cls.hub_models(),
+            **kwargs,
+        )
+        settings = loaded["args"].dataset
+        settings.batch_size = kwargs.get("batch_size")
+        settings.max_tokens = kwargs.get("max_tokens", MAX_TOKENS if settings.batch_size is None else None)
+        return TranslationHub(loaded["args"], loaded["task"], loaded["models"])
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""

@@ -24,6 +24,9 @@ CEDILLA_TO_COMMA = str.maketrans("şţŞŢ", "șțȘȚ")
 BPE_MARKS = re.compile("@@( |$)|\u2581")
 ESCAPES = re.compile("&(apos|quot|amp|#124|#91|#93);|@-@")
 
+References = Sequence[str] | Sequence[Sequence[str]]
+"""One reference for each sentence, or several lists of them."""
+
 
 @dataclass(frozen=True)
 class Score:
@@ -40,12 +43,12 @@ class Score:
     signature: str
 
 
-def score(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
-    """sacreBLEU, chrF and tokenised BLEU of *hypotheses*, one reference each.
+def score(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
+    """sacreBLEU, chrF and tokenised BLEU of *hypotheses*.
 
     Args:
         hypotheses: the translations, one string a sentence.
-        references: as many.
+        references: as many; or, with several references for each sentence, several lists of as many.
         romanian: score two more versions of both sides: with comma-below letters for cedilla ones,
             and without diacritics.
 
@@ -55,7 +58,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], romanian: bool =
     return score_text(hypotheses, references, romanian) + score_tokens(hypotheses, references, romanian)
 
 
-def score_text(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
+def score_text(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """sacreBLEU and chrF of plain text, see :func:`score`."""
     return [
         one
@@ -67,7 +70,7 @@ def score_text(hypotheses: Sequence[str], references: Sequence[str], romanian: b
     ]
 
 
-def score_tokens(hypotheses: Sequence[str], references: Sequence[str], romanian: bool = False) -> list[Score]:
+def score_tokens(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """Tokenised BLEU: the space-separated tokens of both sides as given, see :func:`score`."""
     return [
         _corpus_score("tokenised BLEU" + version, BLEU(tokenize="none", force=True), hyps, refs)
@@ -76,14 +79,18 @@ def score_tokens(hypotheses: Sequence[str], references: Sequence[str], romanian:
 
 
 def _versions(
-    hypotheses: Sequence[str], references: Sequence[str], romanian: bool
-) -> list[tuple[str, list[str], list[str]]]:
+    hypotheses: Sequence[str], references: References, romanian: bool
+) -> list[tuple[str, list[str], list[list[str]]]]:
     """The texts to score, each with the words that its scores' names end in."""
-    if len(hypotheses) != len(references):
-        raise SurfaceFusionError(
-            f"{len(hypotheses)} hypotheses but {len(references)} references; give one reference line for "
-            "each hypothesis line"
-        )
+    lists = [[one for one in references if isinstance(one, str)]]
+    if len(lists[0]) != len(references):
+        lists = [[*one] for one in references]
+    for one in lists:
+        if len(hypotheses) != len(one):
+            raise SurfaceFusionError(
+                f"{len(hypotheses)} hypotheses but {len(one)} references; give one reference line for each "
+                "hypothesis line"
+            )
     if not hypotheses:
         raise SurfaceFusionError("no line to score; the hypotheses and the references are empty")
     versions: list[tuple[str, Callable[[str], str]]] = [("", str)]
@@ -93,11 +100,14 @@ def _versions(
             (", comma-below s and t", comma_below),
             (", no diacritics", strip_diacritics),
         ]
-    return [(name, [*map(change, hypotheses)], [*map(change, references)]) for name, change in versions]
+    return [
+        (name, [*map(change, hypotheses)], [[*map(change, one)] for one in lists])
+        for name, change in versions
+    ]
 
 
-def _corpus_score(name: str, metric: BLEU | CHRF, hyps: list[str], refs: list[str]) -> Score:
-    value = metric.corpus_score(hyps, [refs]).score
+def _corpus_score(name: str, metric: BLEU | CHRF, hyps: list[str], refs: list[list[str]]) -> Score:
+    value = metric.corpus_score(hyps, refs).score
     return Score(name, value, str(metric.get_signature()))
 
 

@@ -5,6 +5,7 @@ Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has t
 
 import argparse
 import copy
+import inspect
 import io
 import json
 import sys
@@ -15,9 +16,13 @@ import numpy as np
 import torch
 from fairseq import checkpoint_utils, search, tasks, utils
 from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
+from fairseq.file_chunker_utils import Chunker, find_offsets
+from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
+from fairseq_cli import generate, interactive
+from omegaconf import OmegaConf
 
 
 def fails(function, *args, error=Exception, **kwargs) -> bool:
@@ -131,6 +136,57 @@ def resume_makes_other_batches() -> bool:
     return batches(1) != batches(2)
 
 
+def carriage_return_ends_a_line() -> bool:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"a \r b\nc\n")
+        file.flush()
+        (*_, end) = find_offsets(file.name, 1)
+        with Chunker(file.name, 0, end) as lines:
+            return len(list(lines)) == 3
+
+
+def carriage_return_ends_a_typed_line() -> bool:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"a \r b\nc\n")
+        file.flush()
+        return len(list(interactive.buffered_read(file.name, 1))) == 3
+
+
+def shards_are_ignored() -> bool:
+    return "dataset.num_shards" not in inspect.getsource(generate)
+
+
+class _Hub:
+    """fairseq's hub, whose translation of a line is the line."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.words, self.device, self.models, self.max_positions = Dictionary(), "cpu", [], 10
+        self.cfg = OmegaConf.create(
+            {"generation": {}, "dataset": {"max_tokens": max_tokens, "batch_size": None}}
+        )
+        self.task = FairseqTask(argparse.Namespace())
+        self.task.build_generator = lambda *args, **kwargs: None
+        self.task.build_dataset_for_inference = lambda rows, sizes: LanguagePairDataset(
+            rows, sizes, self.words
+        )
+        self.task.inference_step = lambda generator, models, batch: batch["net_input"]["src_lengths"].tolist()
+
+    def _build_batches(self, *args):
+        return GeneratorHubInterface._build_batches(self, *args)
+
+    def lengths(self, *lengths: int) -> list[int]:
+        rows = [torch.full((n,), self.words.eos()) for n in lengths]
+        return GeneratorHubInterface.generate(self, rows, skip_invalid_size_inputs=True)
+
+
+def hub_loses_a_long_line() -> bool:
+    return _Hub(max_tokens=100).lengths(3, 50, 4) == [3, 4]
+
+
+def hub_is_limited_by_the_training() -> bool:
+    return fails(_Hub(max_tokens=5).lengths, 3, 8)
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -146,5 +202,10 @@ if __name__ == "__main__":
         foreign_checkpoint_unexplained,
         missing_folder_unexplained,
         resume_makes_other_batches,
+        carriage_return_ends_a_line,
+        carriage_return_ends_a_typed_line,
+        shards_are_ignored,
+        hub_loses_a_long_line,
+        hub_is_limited_by_the_training,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

@@ -44,6 +44,11 @@ TROUBLES = (
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
     "resume_makes_other_batches",
+    "carriage_return_ends_a_line",
+    "carriage_return_ends_a_typed_line",
+    "shards_are_ignored",
+    "hub_loses_a_long_line",
+    "hub_is_limited_by_the_training",
 )
 
 

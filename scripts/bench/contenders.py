@@ -137,14 +137,13 @@ def output_of(command: Sequence[str], environment: dict[str, str]) -> str:
     Raises:
         SystemExit: it failed; with the end of its output.
     """
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    printed = done.stdout.decode("utf-8", "replace")  # Python would end lines at carriage returns, too
     if done.returncode:
         name = " ".join(command[1:3])
-        last = "\n".join(line[:300] for line in done.stdout.splitlines()[-80:])
+        last = "\n".join(line[:300] for line in printed.splitlines()[-80:])
         raise SystemExit(f"{name} ended with status {done.returncode}:\n{last}")
-    return done.stdout
+    return printed
 
 
 Item = TypeVar("Item")

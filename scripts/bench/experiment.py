@@ -21,6 +21,7 @@ from results import add_common_flags, machine, positive, settle_common_flags
 from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
 from surface_fusion.scoring import parse_generate_output
+from surface_fusion.text_lines import read_lines, split_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 import segment
@@ -268,7 +269,7 @@ def train_and_translate(
         flags += ["--max-len-a", "1.2", "--max-len-b", "10", "--remove-bpe", "sentencepiece"]
         flags += [*(("--cpu",) if cpu else ()), *(("--fp16",) if recipe.dtype == "fp16" else ())]
         printed = output_of([sys.executable, "-m", "surface_fusion", "generate", *flags], environment)
-        outcome["translations"][name] = parse_generate_output(printed.splitlines()).text
+        outcome["translations"][name] = parse_generate_output(split_lines(printed)).text
         save_text(kept, json.dumps(outcome, ensure_ascii=False))
     return outcome
 
@@ -308,4 +309,4 @@ def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
 def references_of(name: str, language: str, args: argparse.Namespace) -> list[str]:
     """The lines of the text *name* (of :data:`experiment.SUBSETS`) in *language*."""
     path: Path = args.text / f"{args.files[SUBSETS[name]]}.{language}"
-    return path.read_text(encoding="utf-8").splitlines()
+    return read_lines(path)

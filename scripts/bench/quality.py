@@ -29,6 +29,7 @@ from contenders import (
 from results import Run, add_common_flags, positive, settle_common_flags
 
 from surface_fusion.scoring import Score, parse_generate_output, score_text
+from surface_fusion.text_lines import split_lines
 
 
 def bleu(
@@ -53,7 +54,7 @@ def bleu(
     flags += ["--cpu"] if args.cpu else []
     flags += ["--fp16"] if args.dtype == ["fp16"] else []
     printed = output_of([sys.executable, "-m", "fairseq_cli.generate", *flags], environment)
-    found = parse_generate_output(printed.splitlines())
+    found = parse_generate_output(split_lines(printed))
     return score_text(found.text, found.tokenised_references)[0]
 
 

@@ -25,7 +25,7 @@ def read(log: Path, subset: str) -> list[tuple[int, float]]:
     """
     prefix = "valid_" if subset == "valid" else ""
     curve = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
+    for line in log.read_text(encoding="utf-8").split("\n"):
         start = line.find('{"epoch": ')
         stats = json.loads(line[start:]) if start >= 0 else {}
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
@@ -37,18 +37,23 @@ def read(log: Path, subset: str) -> list[tuple[int, float]]:
 def draw(logs: list[Path], out: Path) -> None:
     """Write the picture to *out* (PNG or SVG by its name)."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    names = []
     for i, log in enumerate(logs):
         name = f"{log.parent.name}: " if len(logs) > 1 else ""
         for subset, label, style in (("train", "training", ":"), ("valid", "validation", "o-")):
             points = read(log, subset)
             if not points:
                 raise SystemExit(f"{log} has no {label} losses; was it written with --log-format json?")
-            axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=name + label)
+            axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=label)
+            names.append(name + label)  # which matplotlib would leave out if it begins with an underscore
     axes.set_xlabel("updates")
     axes.set_ylabel("negative log-likelihood (bits per token)")
     axes.set_title("Learning curve")
     axes.grid(alpha=0.3)
-    axes.legend()
+    legend = axes.legend()
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set_text(name)
+        text.set_parse_math(False)
     beside = out.with_name(f"new-{out.name}")
     figure.savefig(beside, dpi=120)
     os.replace(beside, out)

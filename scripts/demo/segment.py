@@ -12,6 +12,8 @@ from pathlib import Path
 
 import sentencepiece
 
+from surface_fusion.text_lines import read_lines
+
 SPLITS = ("train", "valid", "test")
 
 
@@ -36,13 +38,11 @@ def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.Sent
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, text: Path, out: Path) -> None:
-    """Write *text* in pieces to *out*, line by line."""
-    lines = text.read_text(encoding="utf-8").splitlines()
+    """Write *text* in pieces to *out*, line by line; a line ends at a line feed and nowhere else."""
+    lines = read_lines(text)
     beside = out.with_name(out.name + ".new")
-    beside.write_text(
-        "".join(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str)),
-        encoding="utf-8",
-    )
+    with beside.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str))
     os.replace(beside, out)
 
 

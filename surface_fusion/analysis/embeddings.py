@@ -3,12 +3,14 @@
 * singular values: ``log(sigma_i / sigma_1)`` of each matrix of the words that occur, i over the width;
   flatter means that the words fill more directions;
 * PCA: the most frequent words of each side in the plane of the two main directions;
-* neighbours: for the most frequent source words the nearest target words by cosine.
+* neighbours: for the most frequent source words the nearest target words by cosine; with a joined dictionary
+  the word itself, with or without its subword mark, is none of them.
 
 Words are those that the split has on that side; with a joint matrix both sides are rows of it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,32 @@ def principal_plane(embedding: Tensor) -> Tensor:
     return places
 
 
-def neighbours(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Cosines and numbers of the *count* nearest rows of *target* for each row of *source*."""
+def neighbours(
+    source: Tensor, target: Tensor, count: int, left_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The nearest rows of *target* for each row of *source*, by their cosine.
+
+    Args:
+        source: embeddings, S x C.
+        target: embeddings, T x C.
+        count: how many of each row; T if there are fewer.
+        left_out: S x T, True for pairs that do not count; their cosine is -inf.
+
+    Returns:
+        Cosines and numbers of rows of *target*, S x count each, the nearest first.
+    """
     cosine = F.normalize(source, dim=1) @ F.normalize(target, dim=1).t()
+    if left_out is not None:
+        cosine = cosine.masked_fill(left_out, -torch.inf)
     return cosine.topk(min(count, len(target)), dim=1)
+
+
+def same_words(source: Sequence[str], target: Sequence[str]) -> Tensor:
+    """S x T, True where both are one word, with or without a subword mark (``\u2581word``, ``word@@``)."""
+    sides = [[word.removeprefix("\u2581").removesuffix("@@") for word in side] for side in (source, target)]
+    numbers = {word: i for i, word in enumerate(dict.fromkeys([*sides[0], *sides[1]]))}
+    rows, columns = (torch.tensor([numbers[word] for word in side]) for side in sides)
+    return rows[:, None] == columns
 
 
 def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]:
@@ -104,11 +128,14 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
     axes.legend()
     paths += save_figure(figure, out / "pca")
 
-    cosines, nearest = neighbours(drawn[0], own[1], NEIGHBOURS)
+    source_words, target_words = ([names[side][i] for i in words[side]] for side in (0, 1))
+    itself = same_words(source_words[:DRAWN], target_words) if names[0] == names[1] else None
+    cosines, nearest = neighbours(drawn[0], own[1], NEIGHBOURS, itself)
     rows = [
-        (names[0][word], rank + 1, names[1][words[1][other]], f"{cosine:.6g}")
-        for word, row, others in zip(words[0], cosines.tolist(), nearest.tolist(), strict=False)
-        for rank, (cosine, other) in enumerate(zip(row, others, strict=True))
+        (word, rank, target_words[other], f"{cosine:.6g}")
+        for word, row, others in zip(source_words, cosines.tolist(), nearest.tolist(), strict=False)
+        for rank, (cosine, other) in enumerate(zip(row, others, strict=True), 1)
+        if cosine > -torch.inf
     ]
     paths.append(save_table(out / "neighbours.csv", ("source", "rank", "target", "cosine"), rows))
     return paths

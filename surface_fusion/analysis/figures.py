@@ -2,12 +2,19 @@
 
 import csv
 import io
+import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
+
+LARGEST = 60
+"""Width and height of a figure in inches, at most."""
+LABEL = 0.18
+"""Inches that the label of a row or a column needs."""
 
 
 def pyplot() -> Any:
@@ -33,7 +40,13 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
     for suffix in ("png", "svg"):
         path = stem.with_name(f"{stem.name}.{suffix}")
         beside = path.with_name(f".{path.name}.new")
-        figure.savefig(beside, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+        with warnings.catch_warnings():  # a character that the font lacks is a box; the table has it
+            warnings.filterwarnings(
+                "ignore", r"(?s)(Glyph|Matplotlib currently does not support)", UserWarning
+            )
+            figure.savefig(
+                beside, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None
+            )
         os.replace(beside, path)
         paths.append(path)
     pyplot().close(figure)
@@ -68,13 +81,18 @@ def heat_map(
     title: str = "",
     numbers: bool = True,
 ) -> Any:
-    """A figure of *values*, the first row at the bottom; *numbers* are written into its cells."""
+    """A figure of *values*, the first row at the bottom; *numbers* are written into its cells.
+
+    Names are drawn as they are, without matplotlib's markup; where not all fit, every second, third, ...
+    """
     plt = pyplot()
-    width = max(3.2, 0.55 * len(columns) + 1.6)
-    figure, axes = plt.subplots(figsize=(width, max(2.4, 0.42 * len(rows) + 1.2)), layout="constrained")
+    width = min(LARGEST, max(3.2, 0.55 * len(columns) + 1.6))
+    height = min(LARGEST, max(2.4, 0.42 * len(rows) + 1.2))
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="Blues")
-    axes.set_xticks(range(len(columns)), columns, rotation=0 if max(map(len, columns)) < 4 else 60)
-    axes.set_yticks(range(len(rows)), rows)
+    rotation = 0 if max(map(len, columns)) < 4 else 60
+    axes.set_xticks(*_ticks(columns, width), rotation=rotation, parse_math=False)
+    axes.set_yticks(*_ticks(rows, height), parse_math=False)
     axes.set_xlabel(column_label)
     axes.set_ylabel(row_label)
     axes.set_title(title)
@@ -87,3 +105,14 @@ def heat_map(
                     axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=axes)
     return figure
+
+
+def _ticks(names: Sequence[str], inches: float) -> tuple[range, list[str]]:
+    """Places and texts of as many labels as fit; characters that cannot be drawn are written as escapes."""
+    places = range(0, len(names), math.ceil(len(names) * LABEL / inches))
+    return places, [
+        "".join(
+            c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in names[i]
+        )
+        for i in places
+    ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.models.transformer import TransformerModelBase
@@ -30,12 +31,19 @@ class Loaded:
         return int(self.model.cfg.encoder.layers)
 
     def batches(self, max_tokens: int = 4000) -> Iterator[dict[str, Any]]:
-        """The split's sentences as fairseq collates them, where the model is."""
+        """The split's sentences as fairseq collates them, where the model is.
+
+        A batch has at most *max_tokens* tokens, or as many as the longest sentence if that has more.
+        Sentences that are longer than the model's positions are left out, with a warning.
+        """
         device = next(self.model.parameters()).device
+        dataset = self.task.dataset(self.split)
+        positions = utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions())
+        longest = int(dataset.num_tokens_vec(np.arange(len(dataset))).max(initial=0))
         iterator = self.task.get_batch_iterator(
-            self.task.dataset(self.split),
-            max_tokens=max_tokens,
-            max_positions=utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions()),
+            dataset,
+            max_tokens=max(max_tokens, min(longest, max(positions))),
+            max_positions=positions,
             ignore_invalid_inputs=True,
             num_workers=0,
             disable_iterator_cache=True,

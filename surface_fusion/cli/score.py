@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from surface_fusion import scoring
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.text_lines import read_lines
 
 SUMMARY = "sacreBLEU, chrF and tokenised BLEU of a translation"
 
@@ -18,8 +19,8 @@ def _parser() -> OneLineParser:
         prog="surface-fusion score",
         description="Scores by sacreBLEU, each with its signature: sacreBLEU (13a) and chrF on plain text, "
         "and tokenised BLEU on the space-separated tokens as given.",
-        usage="surface-fusion score --hyp FILE --ref FILE [flags]\n"
-        "       surface-fusion score --generate-output FILE [--ref FILE] [flags]",
+        usage="surface-fusion score --hyp FILE --ref FILE ... [flags]\n"
+        "       surface-fusion score --generate-output FILE [--ref FILE ...] [flags]",
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -30,7 +31,12 @@ def _parser() -> OneLineParser:
         help="what generate printed: tokenised BLEU of its H- lines against its T- lines, and with --ref "
         "sacreBLEU and chrF of its D- lines",
     )
-    parser.add_argument("--ref", metavar="FILE", help="raw references, one a line")
+    parser.add_argument(
+        "--ref",
+        metavar="FILE",
+        action="append",
+        help="raw references, one a line; given several times, each is one more reference for each line",
+    )
     parser.add_argument(
         "--skipped-as-empty",
         action="store_true",
@@ -63,14 +69,14 @@ def run(argv: Sequence[str]) -> None:
     romanian = args.romanian or args.lang == "ro"
     if args.hyp is not None and args.ref is None:
         parser.error("--hyp needs --ref")
-    references = None if args.ref is None else _read_lines(args.ref)
+    references = None if args.ref is None else _read_references(args.ref)
     if args.hyp is not None and references is not None:
-        hypotheses = _read_lines(args.hyp)
+        hypotheses = read_lines(args.hyp)
         report = _Report(len(hypotheses))
         report.scores = scoring.score(hypotheses, references, romanian)
         report.warnings = scoring.text_warnings(hypotheses)
     else:
-        output = scoring.parse_generate_output(_read_lines(args.generate_output))
+        output = scoring.parse_generate_output(read_lines(args.generate_output))
         report = _report_on_generate(output, references, romanian, args.skipped_as_empty)
     for warning in report.warnings:
         print(f"surface-fusion score: warning: {warning}", file=sys.stderr)
@@ -83,15 +89,18 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _report_on_generate(
-    output: scoring.GenerateOutput, references: list[str] | None, romanian: bool, skipped_as_empty: bool
+    output: scoring.GenerateOutput,
+    references: list[list[str]] | None,
+    romanian: bool,
+    skipped_as_empty: bool,
 ) -> _Report:
     report = _Report(len(output.ids), output.skipped)
     if references is None:
         report.warnings.append("no sacreBLEU without the raw references; add --ref FILE")
     else:
-        report.skipped = _skipped(output, len(references), skipped_as_empty)
+        report.skipped = _skipped(output, len(references[0]), skipped_as_empty)
         text = dict(zip(output.ids, output.text, strict=True))
-        hypotheses = [text.get(i, "") for i in range(len(references))]
+        hypotheses = [text.get(i, "") for i in range(len(references[0]))]
         report.scores = scoring.score_text(hypotheses, references, romanian)
         report.warnings += scoring.text_warnings(output.text)
     report.scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
@@ -100,13 +109,20 @@ def _report_on_generate(
     return report
 
 
-def _read_lines(path: str) -> list[str]:
-    """The lines of *path*, split at line feeds only."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="\n") as file:  # Windows editors add a mark
-            return [line.rstrip("\r\n") for line in file]
-    except UnicodeDecodeError as error:
-        raise SurfaceFusionError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+def _read_references(paths: list[str]) -> list[list[str]]:
+    """The lines of each file.
+
+    Raises:
+        SurfaceFusionError: the files have different numbers of lines.
+    """
+    references = [read_lines(path) for path in paths]
+    for path, lines in zip(paths, references, strict=True):
+        if len(lines) != len(references[0]):
+            raise SurfaceFusionError(
+                f"--ref {path} has {len(lines)} lines, but {paths[0]} has {len(references[0])}; give one "
+                "line for each hypothesis in every file"
+            )
+    return references
 
 
 def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) -> list[int]:

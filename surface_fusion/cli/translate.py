@@ -1,9 +1,7 @@
 """``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
 
-import io
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +11,15 @@ from torch import Tensor
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.compat.hub import left_empty, source_limit
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.hub import TranslationHub
+from surface_fusion.text_lines import bursts
 
 SUMMARY = "translate raw text from standard input, line by line"
 
 LINES_AT_ONCE = 64
+"""At most; fewer where the input pauses."""
 
 
 def _parser() -> OneLineParser:
@@ -86,28 +88,26 @@ class Translation(NamedTuple):
     tokens: tuple[Tensor, Tensor] | None = None
 
 
-def translations(hub: Any, lines: Iterator[str], beam: int, at_once: int) -> Iterator[Translation]:
-    """One a line; of an empty line, and of one that is too long, an empty one."""
-    limit = hub.max_positions[0]
-    number = 0
-    while part := [line.strip() for line in itertools.islice(lines, at_once)]:
-        tokens = [hub.encode(line) for line in part]
-        wanted = [i for i, line in enumerate(part) if line and len(tokens[i]) <= limit]
-        for i in range(len(part)):
-            if part[i] and i not in wanted:
-                print(
-                    f"surface-fusion translate: line {number + i + 1} has {len(tokens[i])} subwords, the "
-                    f"model takes {limit}; its translation is left empty",
-                    file=sys.stderr,
-                )
-        found = dict.fromkeys(range(len(part)), Translation(""))
-        if wanted:
-            generated = hub.generate([tokens[i] for i in wanted], beam=beam)
-            for i, hypotheses in zip(wanted, generated, strict=True):
-                target = hypotheses[0]["tokens"]
-                found[i] = Translation(hub.decode(target), (tokens[i], target.cpu()))
-        yield from found.values()
-        number += len(part)
+def translations(hub: TranslationHub, parts: Iterable[list[str]], beam: int) -> Iterator[Translation]:
+    """One for each line of *parts*; an empty one of an empty line and of a line that is too long."""
+    limit = source_limit(hub.max_positions)
+    done = 0
+    for part in parts:
+        rows = [hub.encode(line.strip()) for line in part]
+        wanted = []
+        for number, row in enumerate(rows, done + 1):
+            if len(row) > limit:
+                print(f"surface-fusion translate: {left_empty(number, len(row), limit)}", file=sys.stderr)
+            wanted.append(len(row) <= limit and hub.has_words(row))
+        done += len(part)
+        sources = [row for row, want in zip(rows, wanted, strict=True) if want]
+        found = iter(hub.generate(sources, beam))
+        for row, want in zip(rows, wanted, strict=True):
+            if want:
+                target = next(found)[0]["tokens"]
+                yield Translation(hub.decode(target), (row, target.cpu()))
+            else:
+                yield Translation("")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -120,6 +120,8 @@ def run(argv: Sequence[str]) -> None:
         parser.error("-o goes with --explain")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         parser.error(f"-o {args.out} is a file; give a folder")
+    if sys.stdin is None:
+        raise SurfaceFusionError("standard input is closed; give the text there, as in: < TEXT")
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
@@ -134,10 +136,8 @@ def run(argv: Sequence[str]) -> None:
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # what is no UTF-8 becomes U+FFFD, which sentencepiece takes
-    somebody_waits = args.explain or sys.stdin.isatty()
-    found = translations(hub, iter(sys.stdin), args.beam, at_once=1 if somebody_waits else LINES_AT_ONCE)
+    at_once = 1 if args.explain or sys.stdin.isatty() else LINES_AT_ONCE
+    found = translations(hub, bursts(sys.stdin, at_once), args.beam)
     for number, translation in enumerate(found, 1):
         print(translation.text, flush=True)
         if args.explain and translation.tokens is not None:

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import re
-from typing import NoReturn
+from typing import Any, NoReturn, Optional
 
 from surface_fusion.errors import SurfaceFusionError
 
@@ -14,11 +14,39 @@ CHILD_ERROR = re.compile(
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are :class:`SurfaceFusionError`."""
+    """An argument parser whose errors are :class:`SurfaceFusionError`, and whose options have one value."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOne)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
         refuse(self, message)
+
+
+class _StoreOne(argparse._StoreAction):
+    """argparse's default action, which here refuses a second value instead of forgetting the first."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: Optional[str] = None,
+    ) -> None:
+        """Keep the value.
+
+        Raises:
+            SurfaceFusionError: the option was given before, with another value.
+        """
+        super().__call__(parser, namespace, values, option_string)
+        if option_string is None:
+            return
+        given = vars(namespace).setdefault("_given", {})
+        if given.setdefault(self.dest, values) != values:
+            refuse(parser, f"{option_string} is given twice, {given[self.dest]} and {values}; give it once")
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -25,8 +25,12 @@ from surface_fusion.compat.checkpoint_loading import (
     explain_bad_checkpoints,
 )
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
+from surface_fusion.compat.hub import keep_order_of_lines, translate_beyond_max_tokens
+from surface_fusion.compat.interactive import answer_each_line
 from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.shards import read_one_shard
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
+from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.literal_padding import mark
@@ -58,6 +62,11 @@ def apply() -> None:
     mend_diverse_beam()
     mend_ngram_blocking()
     mend_replace_unk()
+    keep_order_of_lines()
+    translate_beyond_max_tokens()
+    answer_each_line()
+    read_one_shard()
+    end_lines_at_line_feeds()
     mend_copies_of_tasks()
     allow_second_copy()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)

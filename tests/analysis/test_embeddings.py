@@ -4,7 +4,12 @@ import math
 
 import torch
 
-from surface_fusion.analysis.embeddings import log_singular_values, neighbours, principal_plane
+from surface_fusion.analysis.embeddings import (
+    log_singular_values,
+    neighbours,
+    principal_plane,
+    same_words,
+)
 
 
 def test_singular_values_of_a_diagonal() -> None:
@@ -32,3 +37,19 @@ def test_neighbours_go_by_the_angle() -> None:
     assert nearest.tolist() == [[1, 0], [0, 1]]
     assert cosine[0, 0].item() == torch.nn.functional.cosine_similarity(source[:1], target[1:2]).item()
     assert neighbours(source, target, 9)[1].shape == (2, 3)
+
+
+def test_a_word_is_none_of_its_neighbours() -> None:
+    """Nor is it one with another subword mark."""
+    source, target = ["\u2581horse", "bird"], ["horse", "bird", "hor@@", "\u2581horse"]
+    same = same_words(source, target)
+    assert same.tolist() == [[True, False, False, True], [False, True, False, False]]
+    rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    cosine, nearest = neighbours(
+        rows, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 0.1]]), 2, same
+    )
+    assert nearest.tolist() == [[2, 1], [2, 3]]
+    assert neighbours(rows[:1], torch.tensor([[1.0, 0.0]]), 2, torch.tensor([[True]]))[0].tolist() == [
+        [-math.inf]
+    ]
+    assert cosine[0, 0].item() == torch.tensor(0.5).sqrt().item()

@@ -79,3 +79,24 @@ def test_what_a_model_has_not_is_not_shown(flags: tuple[str, ...], column: str) 
     head, *lines = explain(pair(*fusion))
     assert column not in head and "read by decoder" in head
     assert sum(line.startswith("</s>") for line in lines) == 1
+
+
+def test_a_pair_longer_than_a_batch_is_explained() -> None:
+    """The 4,000 tokens of a batch are no limit of a sentence."""
+    loaded = pair(*HARD)
+    assert [batch["id"].tolist() for batch in loaded.batches(max_tokens=2)] == [[0]]
+
+
+def test_tokens_of_markup_are_explained_and_drawn(tmp_path: Path) -> None:
+    loaded = pair(*HARD)
+    words = loaded.task.target_dictionary
+    words.symbols = [f"${word}_{{" for word in words.symbols[:4]] + [
+        "$\\frac$",
+        "<b>&$x^$",
+        "\\$",
+        "a$$_b",
+        "$",
+    ] * 12
+    lines = explain(loaded, tmp_path)
+    assert sum("$" in line for line in lines) >= 3
+    assert (tmp_path / "align_surface.svg").exists() and (tmp_path / "branches.csv").exists()

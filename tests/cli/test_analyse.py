@@ -69,8 +69,9 @@ def test_embeddings(trained: tuple[Path, Path], tmp_path: Path) -> None:
         assert len(curve) == 16 and curve[0] == 0 and curve == sorted(curve, reverse=True)
     near = rows(tmp_path / "neighbours.csv")
     assert [row["rank"] for row in near[:5]] == ["1", "2", "3", "4", "5"]
-    same = [row for row in near if row["source"] == row["target"]]  # one joint matrix
-    assert same and all(row["rank"] == "1" and float(row["cosine"]) == pytest.approx(1) for row in same)
+    # The dictionary is joined: no word is its own translation.
+    assert not [row for row in near if row["source"] == row["target"]]
+    assert all(float(row["cosine"]) < 0.999 for row in near)
     assert {row["side"] for row in rows(tmp_path / "pca.csv")} == {"source", "target"}
 
 

@@ -1,6 +1,7 @@
 """``surface-fusion score``: what is printed, and what is refused."""
 
 import json
+import re
 
 import pytest
 import sacrebleu
@@ -159,3 +160,35 @@ def test_a_byte_order_mark_is_no_text(command, texts):
     ref.write_text("\ufeff" + hyp.read_text(encoding="utf-8"), encoding="utf-8")
     result = command("score", "--hyp", hyp, "--ref", ref, "--json")
     assert json.loads(result.out)["scores"][0]["value"] == pytest.approx(100)
+
+
+def test_several_references(command, texts, generated):
+    """sacreBLEU's own, of both files together."""
+    hyp, ref = texts
+    other = ref.with_name("other.txt")
+    others = ["Tom face noi prieteni.", "O casa mare.", "El vine azi acas\u0103."]
+    other.write_text("".join(f"{line}\n" for line in others), encoding="utf-8")
+    facts = json.loads(command("score", "--hyp", hyp, "--ref", ref, "--ref", other, "--json").out)
+    bleu = sacrebleu.corpus_bleu(HYPS, [REFS, others])
+    chrf = sacrebleu.corpus_chrf(HYPS, [REFS, others])
+    tokens = sacrebleu.corpus_bleu(HYPS, [REFS, others], tokenize="none", force=True)
+    values = [score["value"] for score in facts["scores"]]
+    assert values == pytest.approx([bleu.score, chrf.score, tokens.score], abs=1e-9)
+    assert all("nrefs:2|" in score["signature"] for score in facts["scores"])
+    flags = ("--generate-output", generated, "--skipped-as-empty", "--ref", ref, "--ref", other, "--json")
+    facts = json.loads(command("score", *flags).out)
+    with_a_gap = sacrebleu.corpus_bleu([HYPS[0], "", HYPS[2]], [REFS, others]).score
+    assert facts["scores"][0]["value"] == pytest.approx(with_a_gap, abs=1e-9)
+    assert [re.findall(r"nrefs:\d", score["signature"]) for score in facts["scores"]] == [
+        ["nrefs:2"],
+        ["nrefs:2"],
+        ["nrefs:1"],
+    ]
+
+
+def test_references_of_different_lengths_are_refused(command, texts):
+    other = texts[1].with_name("other.txt")
+    other.write_text("one\n", encoding="utf-8")
+    result = command("score", "--hyp", texts[0], "--ref", texts[1], "--ref", other)
+    assert result.status == 2 and result.err.count("\n") == 1
+    assert f"--ref {other} has 1 lines, but {texts[1]} has 3" in result.err

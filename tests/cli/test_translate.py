@@ -1,13 +1,16 @@
 """``surface-fusion translate``: raw lines in, plain lines out, one for one, whatever the lines are."""
 
 import io
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
+import torch
 
 from surface_fusion.cli import translate
 from surface_fusion.cli.main import main
@@ -81,6 +84,50 @@ def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
     command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
     assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
+
+
+def test_only_a_line_feed_ends_a_line(folder: Path) -> None:
+    lines = [f"Tom {c} is here." for c in "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"]
+    text = "\ufeff" + "".join(line + "\r\n" for line in ["Tom is here.", *lines])
+    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True, check=True)
+    found = done.stdout.decode().split("\n")
+    assert len(found) == len(lines) + 2 and found[-1] == ""
+    assert found[0] == found[1], "a carriage return is a space, a byte order mark nothing"
+
+
+def test_lines_are_translated_when_their_input_pauses(folder: Path) -> None:
+    """Then the process is interrupted while it waits, and says so."""
+    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Timer(120, process.kill)  # then there is nothing to read
+        late.start()
+        for text in ("Tom is here.\nGood morning.\n", "Where?\n"):
+            process.stdin.write(text)
+            process.stdin.flush()
+            for _ in range(text.count("\n")):
+                assert process.stdout.readline().endswith("\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        late.cancel()
+        assert process.stderr is not None and process.stderr.read().endswith("translate: interrupted\n")
+
+
+@pytest.mark.parametrize("flags", [(), ("--explain",)])
+def test_the_batches_of_the_training_are_no_limit(
+    folder: Path, monkeypatch: Any, capsys: Any, flags: tuple[str, ...]
+) -> None:
+    """Of a model that was trained on batches of 12 tokens, one sentence each."""
+    path = folder / "checkpoints" / "checkpoint_last.pt"
+    state = torch.load(path)
+    state["cfg"]["dataset"]["max_tokens"], state["cfg"]["dataset"]["batch_size"] = 12, 1
+    torch.save(state, path.with_name("small_batches.pt"))
+    text = "Good morning.\n" + "word " * 12 + "\nTom is here.\n"
+    whole, _ = translated(folder, text, monkeypatch, capsys, "--checkpoint", path.name, *flags)
+    found, err = translated(folder, text, monkeypatch, capsys, "--checkpoint", "small_batches.pt", *flags)
+    assert found == whole and err == "" and len(found) >= 3 and found[1]
 
 
 def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -73,6 +73,33 @@ def test_pieces_join_to_the_text(tmp_path: Path) -> None:
     assert max(len(line.split()) for line in pieces) > 5
 
 
+def test_a_piece_of_each_line_whatever_is_in_it(tmp_path: Path) -> None:
+    """Both sides of a corpus stay paired: only a line feed ends a line."""
+    segment = script("segment")
+    data = DEMO / "data"
+    model = segment.learn([data / "valid.en"], tmp_path / "spm.model", 300)
+    no_ends = ("\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
+    lines = [f"Tom {character} is here {i}." for i, character in enumerate(no_ends)]
+    (tmp_path / "text").write_bytes("".join(line + "\r\n" for line in ["", *lines]).encode())
+    segment.encode(model, tmp_path / "text", tmp_path / "pieces")
+    first, *pieces, last = (tmp_path / "pieces").read_bytes().decode().split("\n")
+    assert (first, last) == ("", "") and len(pieces) == len(lines)
+    whole = ["".join(line.split()).replace("▁", " ").split() for line in pieces]
+    assert [words[-1] for words in whole] == [f"{i}." for i in range(len(lines))]
+
+
+def test_names_of_folders_are_no_markup(tmp_path: Path) -> None:
+    """Nor is a curve left out of the legend whose folder begins with an underscore."""
+    logs = [tmp_path / name / "train.log" for name in ("_a", "$b$", "$\\frac$")]
+    for log in logs:
+        log.parent.mkdir()
+        log.write_text(LOG)
+    script("plot_curve").draw(logs, tmp_path / "curve.svg")
+    drawn = (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    for log in logs:
+        assert f"<!-- {log.parent.name}: training -->" in drawn
+
+
 def test_a_log_without_losses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("nothing of the kind\n")
     with pytest.raises(SystemExit, match=r"train\.log has no training losses"):

@@ -1,0 +1,102 @@
+"""Translation of given lines by the hub: one result a line, in the order of the lines."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from fairseq.hub_utils import GeneratorHubInterface
+from torch import Tensor
+
+from surface_fusion.compat.patching import wrap
+from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
+
+
+def source_limit(max_positions: Any) -> float:
+    """Tokens that a source line may have, of fairseq's *max_positions*: a number, a pair of them, or None."""
+    limit = max_positions[0] if isinstance(max_positions, (tuple, list)) else max_positions
+    return limit if isinstance(limit, (int, float)) else math.inf
+
+
+def left_empty(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
+    """The warning of line number *line* of *length* tokens, more than *limit*."""
+    return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
+
+
+def fitting(rows: Sequence[Tensor], limit: float) -> list[int]:
+    """Places of the *rows* of at most *limit* tokens; warns of each of the others."""
+    for i, row in enumerate(rows):
+        if row.numel() > limit:
+            logger.warning(left_empty(i + 1, row.numel(), limit))
+    return [i for i, row in enumerate(rows) if row.numel() <= limit]
+
+
+def empty_hypothesis(eos: int) -> dict[str, Any]:
+    """What stands for the translation of a line that is not translated: ``</s>``, with a score of -inf."""
+    return {
+        "tokens": torch.tensor([eos]),
+        "score": torch.tensor(-math.inf),
+        "attention": torch.empty(0),
+        "alignment": torch.empty(0),
+        "positional_scores": torch.tensor([-math.inf]),
+    }
+
+
+def in_order(found: Sequence[Any], places: Sequence[int], count: int, eos: int) -> list[Any]:
+    """Hypotheses of *count* lines: *found* at *places*, elsewhere an empty one.
+
+    Raises:
+        SurfaceFusionError: there are not as many as places.
+    """
+    if len(found) != len(places):
+        raise SurfaceFusionError(
+            f"{len(places)} lines were to be translated, but {len(found)} translations came back; translate "
+            "fewer lines at once, or one by one"
+        )
+    results: list[Any] = [[empty_hypothesis(eos)] for _ in range(count)]
+    for place, hypotheses in zip(places, found, strict=True):
+        results[place] = hypotheses
+    return results
+
+
+def keep_order_of_lines() -> None:
+    """Let the hub's ``translate``, ``sample`` and ``generate`` return a result for each line.
+
+    fairseq leaves lines out that are too long for the model, so that each later result stands at the place
+    of another line. Here such a line gets an empty hypothesis, and a warning with its number.
+    """
+
+    def generate(
+        original: Callable[..., Any], hub: Any, tokenized_sentences: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
+            return original(hub, tokenized_sentences, *args, **kwargs)  # which calls this for a list of one
+        places = fitting(tokenized_sentences, source_limit(hub.max_positions))
+        rows = [tokenized_sentences[i] for i in places]
+        found = original(hub, rows, *args, **kwargs) if rows else []
+        return in_order(found, places, len(tokenized_sentences), hub.tgt_dict.eos())
+
+    wrap(GeneratorHubInterface, "generate", generate)
+
+
+def translate_beyond_max_tokens() -> None:
+    """Let the hub translate a line that is longer than the ``--max-tokens`` of the training.
+
+    fairseq makes batches by the settings in the checkpoint and cannot make one of such a line.
+    """
+
+    def build_batches(original: Callable[..., Any], hub: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = hub.cfg.dataset
+        limit, longest = settings.max_tokens, max(row.numel() for row in tokens)
+        if limit is None or longest <= limit:
+            return original(hub, tokens, *args, **kwargs)
+        settings.max_tokens = longest
+        try:
+            return original(hub, tokens, *args, **kwargs)
+        finally:
+            settings.max_tokens = limit
+
+    wrap(GeneratorHubInterface, "_build_batches", build_batches)

@@ -1,0 +1,90 @@
+"""``interactive``: as many answers as lines."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from fairseq.tasks.translation import TranslationTask
+from fairseq_cli import interactive
+from torch import Tensor
+
+from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, source_limit
+from surface_fusion.compat.patching import command_modules, wrap
+from surface_fusion.compat.shards import refuse_shards
+from surface_fusion.text_lines import typed_lines
+
+
+class _Lines(list[str]):
+    """Lines that are translated together, and how many came before them."""
+
+    before = 0
+
+
+def answer_each_line() -> None:
+    """Let ``interactive`` print an ``H-`` line for each line that it reads.
+
+    fairseq ends lines at carriage returns, too, and leaves lines out that are too long for the model or for
+    ``--max-tokens``. Here these have an empty hypothesis, with a warning that names the line. So have empty
+    lines, of which a translation model would make a sentence.
+    """
+
+    def buffered_read(original: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
+        with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
+            lines = _Lines()
+            for line in typed_lines(stream):
+                lines.append(line.strip())
+                if len(lines) == buffer_size:
+                    yield lines
+                    before, lines = lines.before + len(lines), _Lines()
+                    lines.before = before
+            if lines:
+                yield lines
+
+    def make_batches(
+        original: Callable[..., Any],
+        lines: list[str],
+        cfg: Any,
+        task: Any,
+        max_positions: Any,
+        encode_fn: Callable[[str], str],
+    ) -> Iterator[Any]:
+        refuse_shards("interactive")
+        before = getattr(lines, "before", 0)
+        encode = functools.cache(encode_fn)
+        constrained = cfg.generation.constraints
+        texts = [line.split("\t")[0] if constrained else line for line in lines]
+        rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
+        limit, least = source_limit(max_positions), 2 if isinstance(task, TranslationTask) else 0
+        places = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
+        missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
+        for batch in original([lines[i] for i in places], cfg, task, max_positions, encode) if places else ():
+            ids = [places[i] for i in batch.ids.tolist()]
+            missing.difference_update(ids)
+            yield batch._replace(ids=torch.tensor(ids))
+        for i in sorted(missing):
+            by_model = (limit, "the model takes")
+            why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
+            logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
+        for i in sorted(missing | {i for i in range(len(rows)) if i not in places}):
+            yield from _untranslated(i, rows[i], task, constrained)
+
+    for module in command_modules(interactive):
+        wrap(module, "buffered_read", buffered_read)
+        wrap(module, "make_batches", make_batches)
+
+
+def _untranslated(place: int, row: Tensor, task: Any, constrained: bool) -> Iterator[interactive.Batch]:
+    """A batch of one line, for which the task gives an empty hypothesis."""
+
+    def inference_step(*args: Any, **kwargs: Any) -> list[list[dict[str, Any]]]:
+        return [[empty_hypothesis(task.target_dictionary.eos())]]
+
+    constraints = torch.zeros(1, 1, dtype=torch.long) if constrained else None
+    task.inference_step = inference_step
+    try:
+        yield interactive.Batch(torch.tensor([place]), row[None], torch.tensor([len(row)]), constraints)
+    finally:
+        del task.inference_step

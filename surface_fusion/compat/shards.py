@@ -1,0 +1,101 @@
+"""``--num-shards`` and ``--shard-id`` of commands that read a data set with a trained model."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+from fairseq.data import data_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq_cli import generate as fairseq_generate
+
+from surface_fusion.compat.patching import command_modules, wrap
+from surface_fusion.errors import SurfaceFusionError
+
+
+class Shard(NamedTuple):
+    """Part number *place*, from 0, of *shards*."""
+
+    shards: int
+    place: int
+
+
+_shard: Optional[Shard] = None
+
+
+def read_one_shard() -> None:
+    """Let ``generate``, ``validate`` and ``eval-lm`` read every N-th sentence, beginning with number I.
+
+    fairseq has the flags ``--num-shards N --shard-id I`` and ignores them; ``eval-lm`` deals out batches, of
+    which there may be fewer than shards. Several processes share the batches of the shard.
+    """
+
+    def generate(original: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = cfg if isinstance(cfg, argparse.Namespace) else cfg.dataset
+        return _main_of_shard(original, _checked(settings), cfg, *args, **kwargs)
+
+    def call_main(original: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+        if cfg.common_eval.path is not None:  # no training
+            shard = _checked(cfg.dataset)
+            if shard.shards > 1:
+                cfg.dataset.num_shards, cfg.dataset.shard_id = 1, 0  # eval-lm would take a shard of the shard
+                main = functools.partial(_main_of_shard, main, shard)
+        original(cfg, main, **kwargs)
+
+    def batch_by_size(
+        original: Callable[..., Any],
+        indices: Any,
+        num_tokens_fn: Any,
+        num_tokens_vec: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if _shard is not None:
+            if not isinstance(indices, np.ndarray):
+                indices = np.fromiter(indices, dtype=np.int64, count=-1)
+            mine = slice(_shard.place, None, _shard.shards)
+            if len(indices) <= _shard.place:
+                raise SurfaceFusionError(
+                    f"--num-shards {_shard.shards} --shard-id {_shard.place}: the data has {len(indices)} "
+                    "sentences, so that this shard has none; give fewer shards"
+                )
+            indices = indices[mine]
+            num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[mine]
+        return original(indices, num_tokens_fn, num_tokens_vec, *args, **kwargs)
+
+    for module in command_modules(fairseq_generate):
+        wrap(module, "main", generate)
+    wrap(distributed_utils, "call_main", call_main)
+    wrap(data_utils, "batch_by_size", batch_by_size)
+
+
+def refuse_shards(command: str) -> None:
+    """For a *command* that reads no data set.
+
+    Raises:
+        SurfaceFusionError: ``--num-shards`` was given.
+    """
+    if _shard is not None:
+        raise SurfaceFusionError(
+            f"--num-shards {_shard.shards}: {command} translates each line; leave it out, or split the text"
+        )
+
+
+def _checked(settings: Any) -> Shard:
+    shard = Shard(settings.num_shards, settings.shard_id)
+    if not 0 <= shard.place < shard.shards:
+        raise SurfaceFusionError(
+            f"--num-shards {shard.shards} --shard-id {shard.place}: give --num-shards N of 1 or more and "
+            "--shard-id from 0 to N - 1"
+        )
+    return shard
+
+
+def _main_of_shard(main: Callable[..., Any], shard: Shard, *args: Any, **kwargs: Any) -> Any:
+    global _shard
+    _shard = shard if shard.shards > 1 else None
+    try:
+        return main(*args, **kwargs)
+    finally:
+        _shard = None

@@ -1,0 +1,174 @@
+"""A loaded translation model: what ``SurfaceFusionModel.from_pretrained`` returns."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+from fairseq import utils
+from fairseq.data import LanguagePairDataset
+from fairseq.hub_utils import GeneratorHubInterface
+from omegaconf import open_dict
+from torch import Tensor
+
+from surface_fusion.compat.hub import fitting, in_order, source_limit
+from surface_fusion.errors import SurfaceFusionError
+
+MAX_TOKENS = 12000
+"""Tokens of a batch, as ``generate`` has by default."""
+
+Hypothesis = dict[str, Any]
+
+
+class TranslationHub(GeneratorHubInterface):
+    """fairseq's hub for models that translate.
+
+    One result a line, in the order of the lines: an empty line has the empty translation, and so has one
+    that is longer than the model's positions, with a warning that gives its number.
+
+    Batches are not limited by the ``--max-tokens`` and ``--batch-size`` of the training; give
+    ``from_pretrained`` *max_tokens* or *batch_size* to limit them.
+    """
+
+    def translate(
+        self, sentences: Union[str, Sequence[str]], beam: int = 5, verbose: bool = False, **kwargs: Any
+    ) -> Any:
+        """Translations of *sentences*.
+
+        Args:
+            sentences: a line or several.
+            beam: hypotheses that the search keeps.
+            verbose: log each sentence and its translations.
+            **kwargs: *nbest*, and further fields of fairseq's ``GenerationConfig``, such as *lenpen*.
+
+        Returns:
+            A string for each sentence; with *nbest* over 1 a list of at most that many, the best first. For
+            a single string its translation alone, or its list.
+
+        Raises:
+            SurfaceFusionError: *nbest* is less than 1 or more than *beam*.
+        """
+        return self.sample(sentences, beam, verbose, **kwargs)
+
+    def sample(
+        self, sentences: Union[str, Sequence[str]], beam: int = 1, verbose: bool = False, **kwargs: Any
+    ) -> Any:
+        """As :meth:`translate`, by default with a beam of 1."""
+        if isinstance(sentences, str):
+            return self.sample([sentences], beam, verbose, **kwargs)[0]
+        found = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
+        lists = [[self.decode(each["tokens"]) for each in hypotheses] for hypotheses in found]
+        nbest = kwargs.get("nbest", self.cfg.generation.nbest)
+        return [texts[:nbest] if nbest > 1 else texts[0] for texts in lists]
+
+    def generate(
+        self,
+        tokenized_sentences: Any,
+        beam: int = 5,
+        verbose: bool = False,
+        *args: Any,
+        nbest: Optional[int] = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hypotheses of *tokenized_sentences*, each a row of token ids that ends in ``</s>``.
+
+        Args:
+            tokenized_sentences: a row, or several.
+            beam: hypotheses that the search keeps.
+            verbose: log each sentence and its translations.
+            *args: as fairseq's.
+            nbest: hypotheses that are returned of each; all if None.
+            **kwargs: as fairseq's.
+
+        Returns:
+            A list for each row, the best hypothesis first; for a single row its list alone.
+
+        Raises:
+            SurfaceFusionError: *nbest* is less than 1 or more than *beam*.
+        """
+        if nbest is not None and not 1 <= nbest <= beam:
+            raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
+        if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
+            return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
+        rows = list(tokenized_sentences)
+        places = [i for i in fitting(rows, source_limit(self.max_positions)) if self.has_words(rows[i])]
+        words = [rows[i] for i in places]
+        found = super().generate(words, beam, verbose, *args, **kwargs) if words else []
+        return in_order([each[:nbest] for each in found], places, len(rows), self.tgt_dict.eos())
+
+    def has_words(self, row: Tensor) -> bool:
+        """Whether the source *row* holds more than ``</s>`` and padding."""
+        return bool((row.ne(self.src_dict.eos()) & row.ne(self.src_dict.pad())).any())
+
+    def score(
+        self,
+        sentences: Union[str, Sequence[str]],
+        translations: Union[str, Sequence[str], None] = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's scores of given *translations* of *sentences*.
+
+        Args:
+            sentences: a line or several.
+            translations: as many.
+            **kwargs: fields of fairseq's ``GenerationConfig``.
+
+        Returns:
+            For each pair a hypothesis: ``tokens`` of the translation, ``positional_scores``, their log
+            probabilities, and ``score``, the mean of these. A pair that is longer than the model's positions
+            has no token but ``</s>`` and the score -inf. For a single string its hypothesis alone.
+
+        Raises:
+            SurfaceFusionError: the numbers of sentences and translations differ.
+        """
+        if isinstance(sentences, str):
+            pair = [translations] if isinstance(translations, str) else translations
+            return self.score([sentences], pair, **kwargs)[0]
+        if translations is None or isinstance(translations, str) or len(translations) != len(sentences):
+            given = 1 if isinstance(translations, str) else len(translations or ())
+            raise SurfaceFusionError(
+                f"score: {len(sentences)} sentences but {given} translations; give one for each sentence"
+            )
+        source = [self.encode(sentence) for sentence in sentences]
+        target = [self._encode_target(translation) for translation in translations]
+        limits = self.max_positions
+        fits = set(fitting(source, source_limit(limits))) & set(fitting(target, source_limit(limits[1:])))
+        places = sorted(fits)
+        found = self._scored([source[i] for i in places], [target[i] for i in places], kwargs)
+        return [each[0] for each in in_order(found, places, len(source), self.tgt_dict.eos())]
+
+    def _encode_target(self, translation: str) -> Tensor:
+        pieces = self.apply_bpe(self.tokenize(translation))
+        ids: Tensor = self.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
+        return ids
+
+    def _scored(
+        self, source: list[Tensor], target: list[Tensor], settings: dict[str, Any]
+    ) -> list[list[Hypothesis]]:
+        if not source:
+            return []
+        sides = [
+            ([len(row) for row in rows], words)
+            for rows, words in ((source, self.src_dict), (target, self.tgt_dict))
+        ]
+        pairs: Any = LanguagePairDataset(
+            *(source, *sides[0], target, *sides[1]),
+            left_pad_source=self.task.cfg.left_pad_source,
+            left_pad_target=self.task.cfg.left_pad_target,
+        )
+        generation = copy.deepcopy(self.cfg.generation)
+        with open_dict(generation):
+            generation.update({**settings, "score_reference": True})
+        scorer = self.task.build_generator(self.models, generation)
+        batches = self.task.get_batch_iterator(
+            dataset=pairs,
+            max_tokens=max(self.cfg.dataset.max_tokens or 0, *map(len, source), *map(len, target)),
+            max_sentences=self.cfg.dataset.batch_size,
+            disable_iterator_cache=True,
+        ).next_epoch_itr(shuffle=False)
+        found: dict[int, list[Hypothesis]] = {}
+        for batch in batches:
+            batch = utils.apply_to_sample(lambda t: t.to(self.device), batch)
+            scored = self.task.inference_step(scorer, self.models, batch)
+            found.update(zip(batch["id"].tolist(), scored, strict=True))
+        return [found[i] for i in range(len(source))]

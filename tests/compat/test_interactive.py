@@ -1,0 +1,27 @@
+"""``interactive``: as many answers as lines, each with the number of its line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REFERENCE = Path(__file__).parents[1] / "reference_checkpoint"
+LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse " * 700, "a horse"]
+
+
+def test_a_hypothesis_for_each_line(user_dir: Path) -> None:
+    """By ``python -m``; with lines that hold what is no line end, an empty one, and two that are too long."""
+    command = [sys.executable, "-m", "fairseq_cli.interactive", REFERENCE / "data-bin", "--cpu"]
+    command += ["--user-dir", user_dir, "--path", REFERENCE / "checkpoint_best.pt", "--beam", "2"]
+    command += ["--buffer-size", "4", "--max-tokens", "600", "--nbest", "2"]
+    text = "\ufeff" + "".join(line + "\n" for line in LINES)
+    done = subprocess.run([*map(str, command)], input=text.encode(), capture_output=True, check=True)
+    printed, said = done.stdout.decode(), done.stderr.decode()  # where fairseq logs if it runs by -m
+    found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", printed, re.MULTILINE)
+    assert [int(place) for place, *_ in found] == [0, 0, 1, 1, 2, 3, 4, 5, 5]
+    assert [place for place, score, text in found if (score, text) == ("-inf", "")] == ["2", "3", "4"]
+    sources = dict(re.findall(r"^S-(\d+)\t(.*)$", printed, re.MULTILINE))
+    assert (sources["0"], sources["5"]) == ("the bird horse", "a horse")
+    assert len(re.findall(r"^[DP]-", printed, re.MULTILINE)) == 2 * len(found)
+    assert "line 4 has 1501 subwords, the model takes 1024; its translation is left empty" in said
+    assert "line 5 has 701 subwords, --max-tokens allows 600; its translation is left empty" in said

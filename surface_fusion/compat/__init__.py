@@ -23,9 +23,16 @@ from surface_fusion.compat.checkpoint_loading import (
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
+from surface_fusion.compat.data_files import (
+    extract_archives_inside,
+    index_fasta_without_shell,
+    read_yaml_safely,
+)
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
+from surface_fusion.compat.literals import parse_literals
 from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
+from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
@@ -44,6 +51,11 @@ def apply() -> None:
     silence_harmless_warnings()
     allow_checkpoint_classes()
     explain_bad_checkpoints()
+    parse_literals()
+    restrict_untrusted_files()
+    index_fasta_without_shell()
+    read_yaml_safely()
+    extract_archives_inside()
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)

@@ -27,7 +27,8 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     does not read, names the files.
 
     Raises:
-        SurfaceFusionError: a file cannot be loaded, or only with trust, or two differ in the names or shapes of parameters.
+        SurfaceFusionError: a file cannot be loaded without trusting it, or two differ in the names or shapes
+            of parameters.
     """
     sums: dict[str, Tensor] = {}
     for path in paths:

@@ -85,8 +85,8 @@ class NoLiteralError(SurfaceFusionError):
         self.shown = repr(text if len(text) <= 100 else f"{text[:100]} ...")
         self.reason = reason
         super().__init__(
-            f"{self.shown} is no literal ({reason}) and is not evaluated; write it as a number, string, list, "
-            "tuple or dictionary"
+            f"{self.shown} is no literal ({reason}) and is not evaluated; write it as a number, string, "
+            "list, tuple or dictionary"
         )
 
 

@@ -97,8 +97,8 @@ def check_configuration(
         raise _not_trusted(path, refusal)
     for refusal in _code(cfg, given):
         raise SurfaceFusionError(
-            f"checkpoint {path} {refusal}, which is never evaluated; do not use the file, or give a value for "
-            "that field with --model-overrides"
+            f"checkpoint {path} {refusal}, which is never evaluated; do not use the file, or give a value "
+            "for that field with --model-overrides"
         )
 
 
@@ -261,7 +261,7 @@ def _build(
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
     shown = " ".join(refusal.split())
     return SurfaceFusionError(
-        f"checkpoint {path} {shown if len(shown) <= 300 else shown[:300] + ' ...'}, which is not on the list of "
-        "what a file may name; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+        f"checkpoint {path} {shown if len(shown) <= 300 else shown[:300] + ' ...'}, which is not on the list "
+        "of what a file may name; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
         f"{TRUST_VARIABLE}=1 (fairseq commands)"
     )

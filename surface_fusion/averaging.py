@@ -33,7 +33,7 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     sums: dict[str, Tensor] = {}
     for path in paths:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
-        check_configuration(state, path)
+        check_configuration(state, path, with_task=False)
         model = state["model"]
         if path != paths[0]:
             _check_same_parameters(paths[0], sums, path, model)

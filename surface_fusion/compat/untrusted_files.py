@@ -33,6 +33,7 @@ CRITERIA = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
     "label_smoothed_cross_entropy_with_alignment",
+    "label_smoothed_cross_entropy_with_rdrop",
 )
 SUBWORDS = ("byte_bpe", "bytes", "characters", "fastbpe", "sentencepiece", "subword_nmt")
 """Those that fetch nothing from the network: not gpt2, bert and hf_byte_bpe."""

@@ -4,20 +4,25 @@ Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has t
 """
 
 import argparse
+import contextlib
 import copy
 import io
 import json
+import os
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, search, tasks, utils
-from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
+from fairseq import checkpoint_utils, file_utils, models, search, tasks, utils
+from fairseq.data import ConcatDataset, Dictionary, FastaDataset, LanguagePairDataset, data_utils
+from fairseq.data.audio.data_cfg import get_config_from_yaml
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
+from omegaconf import OmegaConf
 
 
 def fails(function, *args, error=Exception, **kwargs) -> bool:
@@ -131,6 +136,59 @@ def resume_makes_other_batches() -> bool:
     return batches(1) != batches(2)
 
 
+def texts_are_evaluated() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        marker = Path(folder, "marker")
+        with contextlib.suppress(Exception):
+            utils.eval_str_list(f"[__import__('pathlib').Path({str(marker)!r}).touch()]")
+        return marker.exists()
+
+
+def files_name_any_model() -> bool:
+    """The file decides that fconv is built, which then lacks its options."""
+    words = Dictionary()
+    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
+    task.build_model = lambda cfg: models.build_model(cfg, task)
+    state = {"args": None, "cfg": OmegaConf.create({"model": {"_name": "fconv"}}), "model": {}}
+    try:
+        checkpoint_utils.load_model_ensemble_and_task([__file__], task=task, state=state)
+    except Exception as error:
+        return "share_input_output_embed" in str(error)
+    return True
+
+
+def files_read_the_environment() -> bool:
+    history = {"optimizer_history": [{"num_updates": 1, "optimizer_name": "", "lr_scheduler_state": {}}]}
+    extra = {"extra_state": {"train_iterator": {}}}
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save({"cfg": {"note": "${oc.env:PATH}"}, "model": {}, **history, **extra}, file.name)
+        return checkpoint_utils.load_checkpoint_to_cpu(file.name)["cfg"].note == os.environ["PATH"]
+
+
+def fasta_names_reach_a_shell() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(Exception):
+            FastaDataset(f"{folder}/train;touch {folder}/marker;")
+        return Path(folder, "marker").exists()
+
+
+def yaml_names_code() -> bool:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write("a: !!python/name:os.system\n")
+        file.flush()
+        return get_config_from_yaml(Path(file.name))["a"] is os.system
+
+
+def archives_write_anywhere() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.tar.gz")
+        with tarfile.open(path, "w:gz") as archive:
+            archive.addfile(tarfile.TarInfo(f"{folder}/outside"))
+        with contextlib.suppress(Exception):
+            file_utils.load_archive_file(str(path))
+        return not path.is_file()
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -146,5 +204,11 @@ if __name__ == "__main__":
         foreign_checkpoint_unexplained,
         missing_folder_unexplained,
         resume_makes_other_batches,
+        texts_are_evaluated,
+        files_name_any_model,
+        files_read_the_environment,
+        fasta_names_reach_a_shell,
+        yaml_names_code,
+        archives_write_anywhere,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

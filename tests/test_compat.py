@@ -44,6 +44,12 @@ TROUBLES = (
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
     "resume_makes_other_batches",
+    "texts_are_evaluated",
+    "files_name_any_model",
+    "files_read_the_environment",
+    "fasta_names_reach_a_shell",
+    "yaml_names_code",
+    "archives_write_anywhere",
 )
 
 

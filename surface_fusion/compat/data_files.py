@@ -67,6 +67,13 @@ def extract_archives_inside() -> None:
     wrap(file_utils, "load_archive_file", _load_archive_file)
 
 
+def _only_inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+    # data_filter makes absolute names relative, but fairseq then moves what is at the absolute one.
+    if os.path.isabs(member.name):
+        raise tarfile.AbsolutePathError(member)
+    return tarfile.data_filter(member, path)
+
+
 def _load_archive_file(original: Callable[..., Any], archive_file: str) -> Any:
     if os.path.isdir(archive_file):
         return original(archive_file)
@@ -77,7 +84,7 @@ def _load_archive_file(original: Callable[..., Any], archive_file: str) -> Any:
         )
     archives: Any = tarfile.TarFile
     before = vars(archives)["extraction_filter"]
-    archives.extraction_filter = staticmethod(tarfile.data_filter)
+    archives.extraction_filter = staticmethod(_only_inside)
     try:
         return original(archive_file)
     except tarfile.FilterError as error:

@@ -67,6 +67,7 @@ def restrict_untrusted_files() -> None:
     user's choice and allowed. So is all that the command line names, also by ``--model-overrides``. A resumed
     training builds nothing from its checkpoint and is not limited.
     """
+    wrap(checkpoint_utils, "overwrite_args_by_name", _overwrite)
     wrap(checkpoint_utils, "_upgrade_state_dict", _upgrade)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load)
     wrap(checkpoint_utils, "load_model_ensemble_and_task", _build)
@@ -119,7 +120,7 @@ def _names(cfg: dict[str, Any], given: set[str], with_task: bool) -> Iterator[st
 
 
 def _code(cfg: dict[str, Any], given: set[str]) -> Iterator[str]:
-    for key, value in _all_fields(cfg):
+    for key, value in _all_items("cfg", cfg):
         if key in EVALUATED and isinstance(value, str) and value not in given:
             try:
                 literal(value)
@@ -169,7 +170,7 @@ def _registry_refusals(kind: str, section: Any, allowed: tuple[str, ...], given:
     if name is not None and name not in allowed:
         yield from _name_refusal(kind, name, _find(REGISTRIES[kind]["registry"], name), given)
     if kind in ("bpe", "tokenizer"):  # whose files fairseq fetches
-        for key, value in _all_fields(section):
+        for key, value in _all_items(kind, section):
             if isinstance(value, str) and "://" in value and value not in given:
                 yield f"names a URL for {key}: {value}"
 
@@ -194,37 +195,44 @@ def _fields(config: Any) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _all_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of *config* at any depth; items of lists have their list's key."""
-    for key, value in _fields(config).items():
-        yield from _all_items(str(key), value)
-
-
 def _all_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of *value* at any depth that hold no others; items of lists have their list's key."""
     if isinstance(value, ListConfig):
         value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _all_items(key, item)
+    elif fields := _fields(value):
+        for name, field in fields.items():
+            yield from _all_items(str(name), field)
     else:
         yield key, value
-        yield from _all_fields(value)
 
 
 class _Interpolation(SurfaceFusionError):
     """Its text is what the checkpoint does, without the path."""
 
 
-def _upgrade(original: Callable[..., Any], state: Any) -> Any:
-    """Refuse interpolations, which fairseq resolves: ``${oc.env:HOME}`` reads the environment.
+def _check_interpolations(stored: Any) -> None:
+    """Refuse interpolations: ``${oc.env:HOME}`` reads the environment, and others run a user's resolvers.
 
-    The configurations that fairseq stores are resolved and hold none.
+    The configurations that fairseq stores are resolved and hold none. Whatever is no text, fairseq may turn
+    into one.
     """
-    if isinstance(state, dict) and not trusted():
-        for part in ("args", "cfg"):
-            for key, value in _all_fields(state.get(part)):
-                if "${" in key or (isinstance(value, str) and "${" in value):
-                    raise _Interpolation(f"holds the interpolation {key}={value}")
+    if not trusted():
+        for key, value in _all_items("", stored):
+            if "${" in key or "${" in str(value):
+                raise _Interpolation(f"holds the interpolation {key}={value}")
+
+
+def _overwrite(original: Callable[..., Any], cfg: Any, overrides: Any) -> Any:
+    _check_interpolations(cfg)  # reading a field resolves it
+    return original(cfg, overrides)
+
+
+def _upgrade(original: Callable[..., Any], state: Any) -> Any:
+    if isinstance(state, dict):
+        _check_interpolations([state.get("args"), state.get("cfg")])
     return original(state)
 
 

@@ -14,7 +14,8 @@ import torch
 from fairseq import checkpoint_utils, models, tasks, utils
 from fairseq.data import Dictionary, data_utils, encoders
 from fairseq.models import FairseqEncoderDecoderModel, register_model, register_model_architecture
-from omegaconf import OmegaConf
+from fairseq.models.transformer import TransformerConfig
+from omegaconf import AnyNode, OmegaConf
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.averaging import average_checkpoints
@@ -298,6 +299,10 @@ def test_a_state_that_the_caller_loaded_is_checked_too(checkpoint: Path) -> None
         lambda state: state.update(args=None, cfg={"model": {"note": "${oc.env:SECRET}"}}),
         lambda state: state.update(args=None, cfg={"model": Namespace(note="${oc.env:SECRET}")}),
         lambda state: state.update(args=None, cfg=OmegaConf.create({"task": {"note": "${oc.env:SECRET}"}})),
+        lambda state: state.update(args=None, cfg=[{"note": "${oc.env:SECRET}"}]),
+        lambda state: setattr(state["args"], "bpe_codes", AnyNode("${oc.env:SECRET}")),
+        lambda state: vars(state["args"]).update({"${oc.env:SECRET}": 1}),
+        lambda state: state.update(args=TransformerConfig(activation_fn="${oc.env:SECRET}")),
     ],
 )
 def test_no_configuration_reads_the_environment(
@@ -311,6 +316,19 @@ def test_no_configuration_reads_the_environment(
             load(str(checkpoint))
         said = str(caught.value)
         assert "holds the interpolation" in said and "${oc.env:SECRET}" in said and "password" not in said
+
+
+def test_no_resolver_of_the_users_runs_for_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Programs register one that evaluates; overrides read each field before the checkpoint is upgraded."""
+    marker = tmp_path / "marker"
+    OmegaConf.register_new_resolver("touch", lambda: marker.touch())
+    try:
+        rewrite(checkpoint, lambda state: state.update(args=None, cfg={"model": {"note": "${touch:}"}}))
+        with pytest.raises(SurfaceFusionError, match="holds the interpolation note="):
+            checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), {"data": "elsewhere"})
+    finally:
+        OmegaConf.clear_resolver("touch")
+    assert not marker.exists()
 
 
 def test_our_checkpoints_and_published_ones_load_as_before(checkpoint: Path) -> None:

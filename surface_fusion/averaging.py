@@ -11,6 +11,7 @@ from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from surface_fusion.compat.untrusted_files import check_configuration
 from surface_fusion.errors import SurfaceFusionError
 
 EPOCH_CHECKPOINTS = r"checkpoint(\d+)\.pt"
@@ -26,11 +27,13 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     does not read, names the files.
 
     Raises:
-        SurfaceFusionError: a file cannot be loaded, or two differ in the names or shapes of parameters.
+        SurfaceFusionError: a file cannot be loaded without trusting it, or two differ in the names or shapes
+            of parameters.
     """
     sums: dict[str, Tensor] = {}
     for path in paths:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
+        check_configuration(state, path, with_task=False)
         model = state["model"]
         if path != paths[0]:
             _check_same_parameters(paths[0], sums, path, model)

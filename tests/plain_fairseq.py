@@ -4,18 +4,22 @@ Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has t
 """
 
 import argparse
+import contextlib
 import copy
 import inspect
 import io
 import json
+import os
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from fairseq import checkpoint_utils, search, tasks, utils
-from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
+from fairseq import checkpoint_utils, file_utils, models, search, tasks, utils
+from fairseq.data import ConcatDataset, Dictionary, FastaDataset, LanguagePairDataset, data_utils
+from fairseq.data.audio.data_cfg import get_config_from_yaml
 from fairseq.file_chunker_utils import Chunker, find_offsets
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.ngram_repeat_block import NGramRepeatBlock
@@ -187,6 +191,62 @@ def hub_is_limited_by_the_training() -> bool:
     return fails(_Hub(max_tokens=5).lengths, 3, 8)
 
 
+def texts_are_evaluated() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        marker = Path(folder, "marker")
+        with contextlib.suppress(Exception):
+            utils.eval_str_list(f"[__import__('pathlib').Path({str(marker)!r}).touch()]")
+        return marker.exists()
+
+
+def files_name_any_model() -> bool:
+    """``fconv``, which then evaluates its layers."""
+    words = Dictionary()
+    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
+    task.build_model = lambda cfg: models.build_model(cfg, task)
+    with tempfile.TemporaryDirectory() as folder:
+        marker = Path(folder, "marker")
+        layers = f"__import__('pathlib').Path({str(marker)!r}).touch()"
+        model = {"_name": "fconv", "dropout": 0.1, "max_source_positions": 8, "encoder_layers": layers}
+        state = {"cfg": OmegaConf.create({"model": model}), "model": {}}
+        with contextlib.suppress(Exception):
+            checkpoint_utils.load_model_ensemble_and_task([__file__], task=task, state=state)
+        return marker.exists()
+
+
+def files_read_the_environment() -> bool:
+    history = {"optimizer_history": [{"num_updates": 1, "optimizer_name": "", "lr_scheduler_state": {}}]}
+    extra = {"extra_state": {"train_iterator": {}}}
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save({"cfg": {"note": "${oc.env:PATH}"}, "model": {}, **history, **extra}, file.name)
+        return checkpoint_utils.load_checkpoint_to_cpu(file.name)["cfg"].note == os.environ["PATH"]
+
+
+def fasta_names_reach_a_shell() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(Exception):
+            FastaDataset(f"{folder}/train;touch {folder}/marker;")
+        return Path(folder, "marker").exists()
+
+
+def yaml_names_code() -> bool:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write("a: !!python/name:os.system\n")
+        file.flush()
+        return get_config_from_yaml(Path(file.name))["a"] is os.system
+
+
+def archives_write_anywhere() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.tar.gz")
+        with tarfile.open(path, "w:gz") as archive:
+            archive.addfile(tarfile.TarInfo("model/dict.txt"))
+            archive.addfile(tarfile.TarInfo(f"{folder}/outside"))
+        with contextlib.suppress(Exception):
+            file_utils.load_archive_file(str(path))
+        return Path(folder, "outside").exists()
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -207,5 +267,11 @@ if __name__ == "__main__":
         shards_are_ignored,
         hub_loses_a_long_line,
         hub_is_limited_by_the_training,
+        texts_are_evaluated,
+        files_name_any_model,
+        files_read_the_environment,
+        fasta_names_reach_a_shell,
+        yaml_names_code,
+        archives_write_anywhere,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

@@ -49,6 +49,12 @@ TROUBLES = (
     "shards_are_ignored",
     "hub_loses_a_long_line",
     "hub_is_limited_by_the_training",
+    "texts_are_evaluated",
+    "files_name_any_model",
+    "files_read_the_environment",
+    "fasta_names_reach_a_shell",
+    "yaml_names_code",
+    "archives_write_anywhere",
 )
 
 

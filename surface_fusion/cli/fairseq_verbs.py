@@ -155,8 +155,9 @@ def add_trust_flag(parser: Any) -> None:
     parser.add_argument(
         "--trust-checkpoint",
         action="store_true",
-        help="load checkpoints that hold arbitrary pickled objects; such a file can run any code, so use it "
-        "only for files from people you trust",
+        help="load checkpoints that hold arbitrary pickled objects, or name models and tasks other than "
+        "ours and plain Transformers; such a file can run any code, so use it only for files from people you "
+        "trust",
     )
 
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.compat.untrusted_files import refusals
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
@@ -86,18 +87,22 @@ def versions() -> dict[str, Any]:
 def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     """What the checkpoint *path* is.
 
+    ``safe_to_load`` is true where every verb loads it without ``--trust-checkpoint``; ``unsafe_because`` says
+    what stands against it.
+
     Raises:
         SurfaceFusionError: it cannot be loaded, or not without trusting it and *trust* is false.
     """
-    safe = True
+    unsafe = []
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    except SurfaceFusionError:
+    except SurfaceFusionError as error:
         if not trust:
             raise
-        safe = False
+        unsafe.append(str(error))
         with trusted_checkpoints():
             state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    unsafe += [f"it {refusal}" for refusal in refusals(state)]
     model, cfg = state["model"], state["cfg"].model
     last = state["optimizer_history"][-1]
     best = state["extra_state"].get("best")
@@ -117,7 +122,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
         "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
-        "safe_to_load": safe,
+        "safe_to_load": not unsafe,
+        **({"unsafe_because": "; ".join(unsafe)} if unsafe else {}),
     }
 
 

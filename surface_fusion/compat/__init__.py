@@ -24,13 +24,20 @@ from surface_fusion.compat.checkpoint_loading import (
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
+from surface_fusion.compat.data_files import (
+    extract_archives_inside,
+    index_fasta_without_shell,
+    read_yaml_safely,
+)
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
 from surface_fusion.compat.hub import keep_order_of_lines, translate_beyond_max_tokens
 from surface_fusion.compat.interactive import answer_each_line
+from surface_fusion.compat.literals import parse_literals
 from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.shards import read_one_shard
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.compat.text_files import end_lines_at_line_feeds
+from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.literal_padding import mark
@@ -52,6 +59,11 @@ def apply() -> None:
     allow_checkpoint_classes()
     explain_bad_checkpoints()
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", refuse_unknown)
+    parse_literals()
+    restrict_untrusted_files()
+    index_fasta_without_shell()
+    read_yaml_safely()
+    extract_archives_inside()
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)

@@ -16,7 +16,7 @@ from surface_fusion import __version__
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
-FOLDERS = ("surface_fusion", "configs", "scripts", "tests")
+FOLDERS = ("surface_fusion", "configs", "docs", "scripts", "tests")
 
 
 def run(*command: object, cwd: Path, **variables: str) -> str:

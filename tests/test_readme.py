@@ -1,4 +1,4 @@
-"""What the README says of flags and files is so."""
+"""What the README and docs say of flags and files is so."""
 
 import re
 from dataclasses import fields
@@ -10,7 +10,14 @@ from fairseq.models.transformer import TransformerConfig
 from surface_fusion.config import SurfaceFusionConfig
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {path: path.read_text(encoding="utf-8") for path in PAGES}
+FLAGS = TEXT[ROOT / "docs" / "flags.md"]
+LINKS = [
+    (page, link)
+    for page, text in TEXT.items()
+    for link in sorted(set(re.findall(r"\]\(([a-zA-Z.][\w./-]+)\)", text)) - {"https"})
+]
 INHERITED = {f.name for f in fields(TransformerConfig)}
 OURS = [f for f in fields(SurfaceFusionConfig) if f.name not in INHERITED]
 
@@ -18,18 +25,27 @@ OURS = [f for f in fields(SurfaceFusionConfig) if f.name not in INHERITED]
 @pytest.mark.parametrize("field", OURS, ids=lambda field: field.name)
 def test_every_flag_is_in_the_table(field) -> None:
     flag = "--" + field.name.replace("_", "-")
-    row = next((line for line in README.splitlines() if re.match(rf"\| `[^|]*{flag}[ `]", line)), None)
-    assert row, f"{flag} is missing in the README's table of flags"
+    row = next((line for line in FLAGS.splitlines() if re.match(rf"\| `[^|]*{flag}[ `]", line)), None)
+    assert row, f"{flag} is missing in the table of docs/flags.md"
     if isinstance(field.default, (int, float, str)) and not isinstance(field.default, bool):
         default = f"{field.default:g}" if field.name == "sf_gate" else str(field.default)
         assert row.replace("\\|", "").split("|")[2].strip() == f"`{default}`"
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([a-zA-Z][\w./-]+)\)", README)) - {"https"}))
-def test_every_link_leads_somewhere(path: str) -> None:
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize("page, link", LINKS, ids=lambda value: getattr(value, "name", value))
+def test_every_link_leads_somewhere(page: Path, link: str) -> None:
+    assert (page.parent / link).exists()
 
 
-@pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[\w/]+\.sh", README))))
-def test_every_script_can_be_run(script: str) -> None:
-    assert (ROOT / script).stat().st_mode & 0o100
+@pytest.mark.parametrize(
+    "script", sorted(set(re.findall(r"scripts/[\w/]+\.(?:sh|py)", "".join(TEXT.values()))))
+)
+def test_every_script_is_there(script: str) -> None:
+    assert (ROOT / script).is_file()
+    assert script.endswith(".py") or (ROOT / script).stat().st_mode & 0o100
+
+
+def test_the_readme_is_one_page() -> None:
+    readme = TEXT[ROOT / "README.md"]
+    assert len(readme.splitlines()) <= 200
+    assert len(readme.split()) <= 2000

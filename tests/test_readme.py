@@ -20,6 +20,7 @@ LINKS = [
 ]
 INHERITED = {f.name for f in fields(TransformerConfig)}
 OURS = [f for f in fields(SurfaceFusionConfig) if f.name not in INHERITED]
+SCRIPTS = sorted(set(re.findall(r"scripts/[\w/]+\.(?:sh|py)", "".join(TEXT.values()))))
 
 
 @pytest.mark.parametrize("field", OURS, ids=lambda field: field.name)

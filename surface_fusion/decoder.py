@@ -12,7 +12,7 @@ With h the top of the decoder and r what was read from the source embeddings (bo
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq import utils
@@ -40,9 +40,10 @@ from surface_fusion.word_dropout import WordDropout
 class SurfaceFusionDecoder(TransformerDecoderBase):
     """Transformer decoder with surface fusion, layers that read all before them, layer-wise attention."""
 
-    layers: Any  # fairseq's ModuleList
-    get_incremental_state: Any  # fairseq's, untyped
-    set_incremental_state: Any
+    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+        layers: Any  # fairseq's ModuleList
+        get_incremental_state: Any  # fairseq's, untyped
+        set_incremental_state: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)

@@ -13,7 +13,7 @@ at the end, see ``layerwise.py``.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq.models.transformer import TransformerEncoderBase
@@ -32,10 +32,11 @@ from surface_fusion.word_dropout import WordDropout
 class SurfaceFusionEncoder(TransformerEncoderBase):
     """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
 
-    layers: Any  # fairseq's ModuleList
-    fusion: Any
-    """Of the output, for each decoder layer, or None."""
-    combination: Any
+    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+        layers: Any  # fairseq's ModuleList
+        fusion: Any
+        """Of the output, for each decoder layer, or None."""
+        combination: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)

@@ -26,6 +26,7 @@ from surface_fusion.fast.beam_history import Hypotheses
 from surface_fusion.fast.beam_search import Rules, Search
 from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.groups import layers_of
+from surface_fusion.fast_training import trains_fast
 
 GENERATORS = SequenceGenerator, SequenceGeneratorWithAlignment
 ENSEMBLES = EnsembleModel, EnsembleModelWithAlignment
@@ -160,7 +161,7 @@ def finalize_on_host(
     """fairseq's ``SequenceGenerator.finalize_hypos``, given the rows that have ended on the CPU.
 
     So the hypotheses are on the CPU, too, and the last bit of a score is that of a CPU's division.
-    Subclasses, which may go on with them on the GPU, are let be.
+    Subclasses, which may go on with them on the GPU, other models and ``--sf-plain`` keep fairseq's method.
 
     Args:
         bbsz_idx: the rows that have ended, int64.
@@ -177,7 +178,9 @@ def finalize_on_host(
 
 
 def _wanted(generator: Any, tokens: Tensor) -> bool:
-    return tokens.is_cuda and type(generator) is SequenceGenerator
+    if not tokens.is_cuda or type(generator) is not SequenceGenerator:
+        return False
+    return all(trains_fast(model) for model in generator.model.models)
 
 
 def _on_host(x: Tensor, rows: Tensor, rows_on_host: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ import functools
 
 from fairseq.data import data_utils
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
-from fairseq.distributed import utils as distributed_utils
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import quick_search, quick_trainer, resume
+from surface_fusion import fast_training, quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import explain_missing_data, mend_data_in_parts, skip_overlong_sentences
 from surface_fusion.compat.checkpoint_loading import (
@@ -28,6 +27,7 @@ from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.even_batches import group_evenly
+from surface_fusion.fast_training import wrap_if_fast
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
@@ -47,9 +47,6 @@ def apply() -> None:
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)
-    wrap(Trainer, "train_step", use_begun)
-    wrap(Trainer, "train_step", expect_step)
-    wrap(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
     skip_overlong_sentences()
     mend_data_in_parts()
     mend_diverse_beam()
@@ -58,25 +55,36 @@ def apply() -> None:
     mend_copies_of_tasks()
     allow_second_copy()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
-    wrap(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
-    wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)
-    wrap(BufferedIterator, "__next__", remember_buffer)
-    wrap(Trainer, "set_num_updates", begin_next)
-    wrap(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
-    wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
-    wrap(Trainer, "get_train_iterator", group_evenly)
-    wrap(Trainer, "get_train_iterator", remember_batches)
-    wrap(Trainer, "begin_epoch", try_longest_batch)
-    wrap(Trainer, "__init__", quick_trainer.build_quickly)
-    wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
-    wrap(data_utils, "collate_tokens", collate_tokens)
+    _make_trainings_fast()
+    wrap(data_utils, "collate_tokens", collate_tokens)  # the same tensors, whoever asks
     wrap(SequenceGenerator, "_generate", quick_search.generate)
     wrap(SequenceGenerator, "finalize_hypos", quick_search.finalize_on_host)
-    wrap(Trainer, "_set_seed", quick_trainer.set_seed)
-    wrap(Trainer, "clip_grad_norm", begin_step)
-    wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
-    wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
-    wrap(distributed_utils, "all_reduce_dict", quick_trainer.sum_over_processes)
+
+
+def _make_trainings_fast() -> None:
+    """What acts on the training of a model of ours without ``--sf-plain``, and on no other."""
+    wrap_if_fast(Trainer, "__init__", quick_trainer.build_quickly)
+    wrap(Trainer, "__init__", fast_training.decide)  # around it: it says whether the training is fast
+    wrap_if_fast(Trainer, "train_step", use_begun)
+    wrap_if_fast(Trainer, "train_step", expect_step)
+    wrap_if_fast(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
+    wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
+    wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
+    wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)
+    wrap_if_fast(EpochBatchIterator, "first_batch", quick_trainer.keep_first_batch)
+    wrap_if_fast(BufferedIterator, "_create_consumer", fetch_while_waiting)
+    wrap_if_fast(BufferedIterator, "__next__", remember_buffer)
+    wrap_if_fast(Trainer, "set_num_updates", begin_next)
+    wrap_if_fast(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
+    wrap_if_fast(Trainer, "get_train_iterator", group_evenly)
+    wrap_if_fast(Trainer, "get_train_iterator", remember_batches)
+    wrap_if_fast(Trainer, "begin_epoch", try_longest_batch)
+    wrap_if_fast(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
+    wrap_if_fast(Trainer, "_set_seed", quick_trainer.set_seed)
+    wrap_if_fast(Trainer, "clip_grad_norm", begin_step)
+    wrap_if_fast(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.sum_at_once)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)

@@ -34,7 +34,13 @@ PUBLISHED_LAYER_ATTENTION = {
     "decoder.ta_weight": "encoder.fusion.weight",
     "decoder.ta_final_layernorm.": "encoder.fusion.layer_norm.",
     "encoder.layernorm_srcemb.": "encoder.fusion.embedding_norm.",
+    "encoder.fc1.": "encoder.fusion.fc1.",
+    "encoder.fc2.": "encoder.fusion.fc2.",
+    "encoder.layernorm_allsource.": "encoder.fusion.ffn_norm.",
 }
+NORM_FIRST = "encoder.fusion.ffn_norm_first"
+"""A buffer that pre-norm models with ``--ta-ffn`` have, but for those of version 0.1.0."""
+
 OUR_ENCODER_FUSION = ("encoder.fusion.", "encoder.combination.", "decoder.combination.")
 ENCODER_FUSION_PARAMETERS = (*OUR_ENCODER_FUSION, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
 
@@ -55,7 +61,7 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     wanted = model.state_dict()
     published = all(name in state_dict for name in PUBLISHED)
     if model.cfg.memory_per_layer:
-        _rename_layer_attention(state_dict)
+        _rename_layer_attention(state_dict, wanted)
     plain = model.cfg.surfacefusion is None and model.cfg.encoder_fusion is None
     _drop_unused(model, state_dict, wanted, published, plain)
     extra = tuple(f"encoder.layers.{i}." for i in model.cfg.extra_layer_numbers)
@@ -88,11 +94,26 @@ def _start_encoder_as_plain(model: Any) -> None:
     start_layers_as_plain(model.encoder.layers[i] for i in model.cfg.extra_layer_numbers)
 
 
-def _rename_layer_attention(state_dict: dict[str, Tensor]) -> None:
+def _rename_layer_attention(state_dict: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Give the published code's parameters our names.
+
+    Raises:
+        SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, whose norm came afterwards.
+    """
+    published_ffn = any(name.startswith("encoder.layernorm_allsource.") for name in state_dict)
+    if NORM_FIRST in wanted and published_ffn:
+        state_dict[NORM_FIRST] = wanted[NORM_FIRST]
     for name in list(state_dict):
         for old, new in PUBLISHED_LAYER_ATTENTION.items():
             if name.startswith(old):
                 state_dict[new + name[len(old) :]] = state_dict.pop(name)
+    ours = any(name.startswith("encoder.fusion.ffn_norm.") for name in state_dict)
+    if NORM_FIRST in wanted and ours and NORM_FIRST not in state_dict:
+        raise _logged(
+            "the checkpoint was trained by surface-fusion 0.1.0 with --ta-ffn and --encoder-normalize-before: "
+            "its LayerNorm follows the feed-forward layer, here, as in the published code, it precedes it; "
+            "train again, or use version 0.1.0"
+        )
 
 
 def _drop_unused(

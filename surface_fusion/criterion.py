@@ -124,8 +124,12 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return losses.loss, sample_size, logging_output
 
     def _way_for(self, model: Any) -> str | PackedStep:
-        """Decided once for a model: all processes of a training must go the same way."""
-        if model not in self._ways:
+        """Decided once for a model, and again when a parameter of a packed step was frozen.
+
+        All processes of a training must go the same way.
+        """
+        way = self._ways.get(model)
+        if way is None or (isinstance(way, PackedStep) and not way.packed.flat.requires_grad):
             self._ways[model], said = self._decide(model)
             level = logging.INFO if model.training else logging.DEBUG  # a validation has no optimizer to ask
             logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")

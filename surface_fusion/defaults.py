@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from surface_fusion.config import SECTIONS, SurfaceFusionConfig
 from surface_fusion.encoder_fusion.config import settle_encoder_fusion
+from surface_fusion.errors import SurfaceFusionError
 
 
 def flatten_sections(args: Any) -> None:
@@ -26,15 +27,20 @@ def fill_defaults(args: Any) -> None:
 
     * ``--sf-ffn`` and ``--sf-no-posedemb`` were always on from the published command line;
     * checkpoints of the published code (they alone carry the misspelt ``sf_fuision_mode``) pooled
-      over ids >= 50, and some carry only the misspelt name of the mode.
+      over ids >= 50, and some carry only the misspelt name of the mode;
+    * in the published code ``--ta-posedemb`` also gave the surface its positions, and a surface with
+      positions was layer 0 of layer attention, too.
+
+    Raises:
+        SurfaceFusionError: a checkpoint of the published code that nothing here computes alike.
     """
     published = hasattr(args, "sf_fuision_mode")
     if published and not hasattr(args, "sf_mode"):
         args.sf_mode = args.sf_fuision_mode
     if published and not hasattr(args, "sf_pool_published"):
         args.sf_pool_published = True
-    if published and getattr(args, "ta_posedemb", False):
-        args.sf_no_posedemb = False  # also without transparent attention
+    if published:
+        _settle_published_positions(args)
     inherited = {f.name for f in fields(TransformerConfig)}
     for f in fields(SurfaceFusionConfig):
         if f.name not in inherited and not hasattr(args, f.name):
@@ -44,3 +50,16 @@ def fill_defaults(args: Any) -> None:
         args.sf_ffn = not args.no_sf_ffn
     if args.sf_no_posedemb is None or args.sf_posedemb:
         args.sf_no_posedemb = not args.sf_posedemb
+
+
+def _settle_published_positions(args: Any) -> None:
+    if getattr(args, "ta_posedemb", False):
+        if getattr(args, "layernorm_embedding", False) and args.sf_no_posedemb:
+            raise SurfaceFusionError(
+                "the checkpoint was trained by the published code with --ta-posedemb and "
+                "--layernorm-embedding, which adds positions to the source embeddings but does not norm them; "
+                "that is not supported"
+            )
+        args.sf_no_posedemb = False  # also without transparent attention
+    elif getattr(args, "transparent_attention", False) and not getattr(args, "sf_no_posedemb", True):
+        args.ta_posedemb = True

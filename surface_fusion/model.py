@@ -1,12 +1,10 @@
 """``transformer_surface_fusion``: fairseq's Transformer with encoder layer fusion."""
 
 from argparse import ArgumentParser
-from operator import attrgetter
 from typing import Any
 
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
-from torch import nn
 
 from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config import SurfaceFusionConfig
@@ -28,9 +26,6 @@ class SurfaceFusionModel(TransformerModelBase):
 
     Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
-
-    _walked: tuple[nn.Module, ...] = ()
-    """All modules there were when the mode last changed."""
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -71,16 +66,6 @@ class SurfaceFusionModel(TransformerModelBase):
         if cfg.fairseqs_own:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
-
-    def train(self, mode: bool = True) -> "SurfaceFusionModel":
-        """As torch's. fairseq asks twice an update, and torch walks over hundreds of modules each time."""
-        if set(map(attrgetter("training"), self._walked)) != {mode}:
-            super().train(mode)
-            self._walked = tuple(self.modules())
-        return self
-
-    def set_num_updates(self, num_updates: int) -> None:
-        """Nothing, where fairseq looks for modules that want to know: a Transformer has none."""
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""

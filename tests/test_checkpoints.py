@@ -246,3 +246,33 @@ def test_trained_parameters_are_not_dropped(
     state = dict(shaken(*trained).state_dict())
     with pytest.raises(SurfaceFusionError, match=f"fusion parameters that this model has no use for.*{name}"):
         load(wanted, state)
+
+
+TA_FFN = ("--encoder-fusion", "transparent", "--ta-ffn", "--encoder-normalize-before")
+
+
+def test_pre_norm_ta_ffn_of_version_0_1_0_is_refused_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Its LayerNorm came after the feed-forward layer: the same names, another function."""
+    state = shaken(*TA_FFN).state_dict()
+    load(TA_FFN, dict(state))
+    old = {name: value for name, value in state.items() if name != "encoder.fusion.ffn_norm_first"}
+    assert len(old) == len(state) - 1
+    with pytest.raises(SurfaceFusionError, match=r"trained by surface-fusion 0\.1\.0 with --ta-ffn and"):
+        load(TA_FFN, old)
+
+
+def test_post_norm_ta_ffn_of_version_0_1_0_loads() -> None:
+    """Nothing has changed there, nor in the names."""
+    flags = TA_FFN[:-1]
+    model = shaken(*flags)
+    names = {name for name in model.state_dict() if name.startswith("encoder.fusion.")}
+    assert "encoder.fusion.ffn_norm_first" not in names
+    assert {"encoder.fusion.fc1.weight", "encoder.fusion.ffn_norm.weight"} < names
+    torch.testing.assert_close(
+        log_probs(load(flags, model.state_dict()).eval(), batch()), log_probs(model, batch())
+    )
+
+
+def test_a_plain_pre_norm_checkpoint_lets_ta_ffn_begin() -> None:
+    model = load(TA_FFN, shaken("--encoder-normalize-before").state_dict())
+    assert model.encoder.fusion.ffn_norm_first

@@ -374,3 +374,18 @@ def test_two_processes_are_one_with_both_batches(data: Path, tmp_path: Path, upd
         for (name, got), expected in zip(parameters.items(), alone.parameters.values(), strict=True):
             if "k_proj.bias" not in name:  # which changes nothing: its gradient is rounding
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_parameter_frozen_between_two_updates_is_not_trained_any_more() -> None:
+    model = shaken(*HARD).train()
+    flat = FlatParameters.of(model.parameters())
+    criterion = FusedLabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)
+    criterion(model, batch())[0].backward()
+    assert criterion.step_of(model) is not None
+    assert model.encoder.layers[0].fc1.weight.grad.abs().sum() > 0
+    flat.zero_grad()
+    model.encoder.layers[0].requires_grad_(False)
+    criterion(model, batch())[0].backward()
+    assert criterion.step_of(model) is None
+    assert model.encoder.layers[0].fc1.weight.grad.abs().sum() == 0
+    assert model.encoder.layers[1].fc1.weight.grad.abs().sum() > 0

@@ -655,3 +655,51 @@ def test_a_module_that_was_replaced_takes_the_mode_too() -> None:
     for mode in (False, True):
         model.train(mode)
         assert modes(model) == {mode}
+
+
+@pytest.mark.parametrize("flags", [(*ATT, *HARD), ("--encoder-fusion", "dlcl"), ("--sf-plain",)])
+def test_a_module_added_to_an_evaluated_model_takes_the_mode_too(flags: tuple[str, ...]) -> None:
+    model, _ = build(*flags)
+    model.eval()
+    model.adapter = torch.nn.Dropout(0.5)
+    assert model.adapter.training
+    model.eval()
+    assert modes(model) == {False}
+    model.encoder.adapter = torch.nn.Dropout(0.5)
+    model.eval()
+    assert modes(model) == {False}
+
+
+class Schedule(torch.nn.Module):
+    updates, epoch = -1, -1
+
+    def set_num_updates(self, num_updates: int) -> None:
+        self.updates = num_updates
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_submodules_are_told_the_number_of_updates_and_epochs() -> None:
+    model, _ = build(*ATT, *HARD)
+    model.decoder.schedule, model.encoder.layers[1].schedule = Schedule(), Schedule()
+    model.set_num_updates(7)
+    model.set_epoch(3)
+    for schedule in (model.decoder.schedule, model.encoder.layers[1].schedule):
+        assert (schedule.updates, schedule.epoch) == (7, 3)
+
+
+@pytest.mark.parametrize("flags", [(*ATT, *HARD), *(("--encoder-fusion", m) for m in ("dlcl", "dense"))])
+@pytest.mark.parametrize("drop", ["0", "0.5"])
+def test_a_layer_that_replaces_another_is_the_one_that_runs(flags: tuple[str, ...], drop: str) -> None:
+    flags = (*flags, "--encoder-layerdrop", drop, "--decoder-layerdrop", drop)
+    model, other = shaken(*flags), shaken(*flags, seed=2)
+    for stack in ("encoder", "decoder"):
+        getattr(model, stack).layers[0] = getattr(other, stack).layers[0]
+    expected = shaken(*flags)
+    state = other.state_dict()
+    moved = {n: v for n, v in state.items() if n.startswith(("encoder.layers.0.", "decoder.layers.0."))}
+    expected.load_state_dict({**expected.state_dict(), **moved})
+    assert torch.equal(log_probs(model, batch()), log_probs(expected, batch()))
+    twin = copy.deepcopy(model)
+    assert torch.equal(log_probs(twin, batch()), log_probs(expected, batch()))

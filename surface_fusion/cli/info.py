@@ -28,7 +28,7 @@ FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Validation metrics that fairseq logs to base 2.
 BITS = ("loss", "nll_loss")
 # Entries of a state dict that are no parameters.
-BUFFERS = ("version", "_float_tensor", "fusion.positions")
+BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -61,7 +61,8 @@ class CombinedLayers(nn.ModuleList):
 
     def __iter__(self) -> Iterator[Any]:
         layers, combination = self._unregistered
-        layers.training = self.training  # train() does not reach it
+        # Neither train() nor a layer that is put into the place of another reaches it.
+        layers.training, layers._modules = self.training, self._modules
         kept: list[Tensor] = []
         for depth, layer in enumerate(layers):
             yield partial(_run, layer, depth, kept, combination)

@@ -12,7 +12,8 @@ One LayerNorm serves all m. ``--ta-dropout`` drops of w, without normalising it 
 ``--ta-dropconnect``: of W), and of the mix.
 
 Per decoder layer. Parameters: ``M N + 2 C`` (1,060 for C = 512 and 6 layers), fine-grained ``M N C + 2 C``
-(19,456); with the embedding N is one more, and post-norm adds 2 C; ``--ta-ffn`` adds ``2 C F + F + 3 C``.
+(19,456); with the embedding N is one more, and post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``: each
+state z becomes ``LN(z + FFN(z))``, in a pre-norm encoder ``z + FFN(LN(z))``, with one layer for all states.
 """
 
 from typing import Any
@@ -56,10 +57,23 @@ class LayerAttention(nn.Module):
             self.embedding_norm = LayerNorm(self.dim)
         self.fc1: Any = None
         if cfg.ta_ffn:
-            self.fc1 = nn.Linear(self.dim, cfg.encoder.ffn_embed_dim)
-            self.fc2 = nn.Linear(cfg.encoder.ffn_embed_dim, self.dim)
-            self.ffn_norm = LayerNorm(self.dim)
-            self.activation_fn = utils.get_activation_fn(str(cfg.activation_fn))
+            self._build_ffn(cfg)
+
+    def _build_ffn(self, cfg: Any) -> None:
+        self.fc1 = nn.Linear(self.dim, cfg.encoder.ffn_embed_dim)
+        self.fc2 = nn.Linear(cfg.encoder.ffn_embed_dim, self.dim)
+        for linear in (self.fc1, self.fc2):  # as fairseq's own layers begin
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        self.ffn_norm = LayerNorm(self.dim)
+        self.activation_fn = utils.get_activation_fn(str(cfg.activation_fn))
+        name = "TransformerEncoder"
+        self.activation_dropout = FairseqDropout(float(cfg.activation_dropout), module_name=name)
+        self.ffn_dropout = FairseqDropout(cfg.dropout, module_name=name)
+        self.normalize_before: bool = cfg.encoder.normalize_before
+        if self.normalize_before:
+            # Tells checkpoints with this order from those of version 0.1.0, which normed afterwards.
+            self.register_buffer("ffn_norm_first", torch.tensor(True))
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """What the decoder's layers attend to, side by side: ... x (M C), from N states of ... x C.
@@ -95,8 +109,10 @@ class LayerAttention(nn.Module):
     def _transform(self, state: Tensor) -> Tensor:
         if self.fc1 is None:
             return state
-        transformed: Tensor = self.ffn_norm(state + self.fc2(self.activation_fn(self.fc1(state))))
-        return transformed
+        x = self.ffn_norm(state) if self.normalize_before else state
+        x = self.activation_dropout(self.activation_fn(self.fc1(x)))
+        x = state + self.ffn_dropout(self.fc2(x))
+        return x if self.normalize_before else self.ffn_norm(x)
 
 
 class Transparent(LayerAttention):

@@ -93,6 +93,11 @@ class FlatParameters:
         """Whether all of these are views of this flat tensor still."""
         return all(p in self._views and self._views[p][1] == p.data_ptr() for p in params)
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether all parameters do."""
+        return all(map(attrgetter("requires_grad"), self.offsets))
+
     def version(self) -> int:
         """Another number after each change of the parameters that torch counts: not of their ``.data``."""
         return self.data._version + sum(map(attrgetter("_version"), self.offsets))

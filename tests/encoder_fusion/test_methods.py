@@ -42,6 +42,7 @@ def config(name: str, **changes: Any) -> Any:
         "no_ta_embnorm": False,
         "ta_ffn": False,
         "activation_fn": "relu",
+        "activation_dropout": 0.0,
     }
     return SimpleNamespace(**{**flags, **changes})
 
@@ -232,6 +233,27 @@ def test_a_feed_forward_layer_over_all_states() -> None:
     hidden = (z @ module.fc1.weight.t() + module.fc1.bias).relu()
     z_ = norm(module.ffn_norm, z + hidden @ module.fc2.weight.t() + module.fc2.bias)
     torch.testing.assert_close(module([*z]), fine_grained(module, z_))
+
+
+def test_a_pre_norm_encoder_has_the_norm_before_the_feed_forward_layer() -> None:
+    pre_norm = SimpleNamespace(layers=LAYERS, embed_dim=DIM, ffn_embed_dim=FFN, normalize_before=True)
+    module = shaken(build_fusion(config("fine-grained", ta_ffn=True, encoder=pre_norm)))
+    z = torch.stack(states())
+    hidden = (norm(module.ffn_norm, z) @ module.fc1.weight.t() + module.fc1.bias).relu()
+    z_ = z + hidden @ module.fc2.weight.t() + module.fc2.bias
+    torch.testing.assert_close(module([*z]), fine_grained(module, z_))
+
+
+def test_the_feed_forward_layer_over_all_states_drops_out_as_published() -> None:
+    """Of its hidden units at the activations' rate, of its output at the model's; the residual stays."""
+    module = shaken(build_fusion(config("fine-grained", ta_ffn=True, dropout=0.5, activation_dropout=0.25)))
+    z = torch.stack(states())
+    module.train()
+    torch.manual_seed(3)
+    hidden = F.dropout((z @ module.fc1.weight.t() + module.fc1.bias).relu(), 0.25)
+    out = F.dropout(hidden @ module.fc2.weight.t() + module.fc2.bias, 0.5)
+    torch.manual_seed(3)
+    torch.testing.assert_close(module._transform(z), norm(module.ffn_norm, z + out))
 
 
 @pytest.mark.parametrize("dropconnect", [False, True])

@@ -26,10 +26,11 @@ from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.layerwise import side_by_side
 from surface_fusion.no_feed_forward import without_feed_forward
 from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
+from surface_fusion.scripting import NotScriptable
 from surface_fusion.word_dropout import WordDropout
 
 
-class SurfaceFusionEncoder(TransformerEncoderBase):
+class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
 
     if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes

@@ -10,6 +10,7 @@ from typing import Any
 
 from fairseq.data.iterators import BufferedIterator
 
+from surface_fusion import while_waiting
 from surface_fusion.compat.patching import wrap
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.fast.eligibility import unwrapped
@@ -36,6 +37,7 @@ def decide(
     init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     """fairseq's ``Trainer.__init__``; before it, the trainer and its task get their ``fast_training``."""
+    while_waiting.forget()
     trainer.fast_training = trains_fast(model)
     if task is not None:
         task.fast_training = trainer.fast_training

@@ -44,7 +44,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "pair",
         (*TRANSLATION, "-a", "transformer", *TRANSFORMER, "--update-freq", "2", "--max-epoch", "2"),
     ),
-    "translation lstm": ("pair", (*TRANSLATION, "-a", "lstm_wiseman_iwslt_de_en", "--encoder-embed-dim", "8")),
+    "translation lstm": (
+        "pair",
+        (*TRANSLATION, "-a", "lstm_wiseman_iwslt_de_en", "--encoder-embed-dim", "8"),
+    ),
     "translation fconv": (
         "pair",
         (*TRANSLATION, "-a", "fconv", "--encoder-layers", "[(8, 3)]", "--decoder-layers", "[(8, 3)]")
@@ -150,7 +153,17 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "denoising": (
         "text",
-        ("--task", "denoising", *BART, "--tokens-per-sample", "32", "--mask", "0.3", "--mask-length", "span-poisson")
+        (
+            "--task",
+            "denoising",
+            *BART,
+            "--tokens-per-sample",
+            "32",
+            "--mask",
+            "0.3",
+            "--mask-length",
+            "span-poisson",
+        )
         + ("--replace-length", "1", "--rotate", "0", "--permute-sentences", "1", "--insert", "0.1"),
     ),
     "multilingual_denoising": (
@@ -247,7 +260,9 @@ def make_data(folder: Path, text: Path) -> None:
         rows.append(f"{i}\t{speech / f'{i}.npy'}\t{frames}\t{line}")
     (speech / "train.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (speech / "dict.txt").write_bytes(Path(words).read_bytes())
-    (speech / "config.yaml").write_text("input_channels: 1\ninput_feat_per_channel: 80\nvocab_filename: dict.txt\n")
+    (speech / "config.yaml").write_text(
+        "input_channels: 1\ninput_feat_per_channel: 80\nvocab_filename: dict.txt\n"
+    )
 
 
 def train(data: list[str], flags: tuple[str, ...]) -> dict[str, Any]:
@@ -296,7 +311,10 @@ def in_a_fork(data: list[str], flags: tuple[str, ...]) -> dict[str, Any]:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 found: dict[str, Any] = train(data, flags)
         except BaseException as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:300], "trace": traceback.format_exc()[-1500:] + said.getvalue()[-300:]}
+            found = {
+                "error": f"{type(error).__name__}: {error}"[:300],
+                "trace": traceback.format_exc()[-1500:] + said.getvalue()[-300:],
+            }
         with os.fdopen(write, "w") as pipe:
             json.dump(found, pipe)
         os._exit(0)

@@ -1,11 +1,12 @@
 """Hypotheses that have ended are taken apart on the host: the same ones as fairseq's."""
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from tiny import PAD, SHARED, batch, build, shaken
+from tiny import ARCH, PAD, SHARED, batch, build, shaken
 
 from surface_fusion import quick_search
 
@@ -58,8 +59,13 @@ def test_where() -> None:
 
     on_gpu: Any = type("Tokens", (), {"is_cuda": True})()
     plain, other = (cls.__new__(cls) for cls in (SequenceGenerator, Other))
+    models = [shaken("--surfacefusion", "att", SHARED)]
+    plain.__dict__["model"] = other.__dict__["model"] = Namespace(models=models)
     assert quick_search._wanted(plain, on_gpu) and not quick_search._wanted(other, on_gpu)
     assert not quick_search._wanted(plain, torch.full((1,), PAD))
+    for flags in ((), ("--sf-plain",)):
+        models[:] = [build(*flags, arch=ARCH if flags else "transformer")[0]]
+        assert not quick_search._wanted(plain, on_gpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

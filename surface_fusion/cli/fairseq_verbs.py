@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq import options, tasks, utils
 from fairseq.distributed import utils as distributed_utils
 
 import surface_fusion
@@ -114,10 +114,6 @@ def run(verb: str, argv: Sequence[str]) -> None:
 
         changes.enter_context(replaced(distributed_utils, "call_main", call_main))
         command = importlib.import_module(f"fairseq_cli.{verb}")
-        if verb == "train":
-            # fairseq keeps the best loss of this process' last training in the functions themselves.
-            vars(checkpoint_utils.save_checkpoint).pop("best", None)
-            vars(command.should_stop_early).clear()
         command.cli_main()
 
 

@@ -22,8 +22,11 @@ from surface_fusion.compat.checkpoint_loading import (
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
+from surface_fusion.compat.data_files import notice_changed_data
+from surface_fusion.compat.distributed import start_processes_on_cpus, wait_for_each_other_in_time
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
 from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.process_state import start_each_training_anew
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.early_step import begin_step, expect_step
 from surface_fusion.even_batches import group_evenly
@@ -54,6 +57,10 @@ def apply() -> None:
     mend_replace_unk()
     mend_copies_of_tasks()
     allow_second_copy()
+    notice_changed_data()
+    start_each_training_anew()
+    wait_for_each_other_in_time()
+    start_processes_on_cpus()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     wrap(EpochBatchIterator, "state_dict", resume.with_processes)
@@ -70,7 +77,9 @@ def _make_trainings_fast() -> None:
     wrap(Trainer, "__init__", fast_training.decide)  # around it: it says whether the training is fast
     wrap_if_fast(Trainer, "train_step", use_begun)
     wrap_if_fast(Trainer, "train_step", expect_step)
-    wrap_if_fast(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
+    wrap_if_fast(
+        Trainer, "train_step", quick_trainer.announce_sums
+    )  # outermost: it keeps batches as they came
     wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
     wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)

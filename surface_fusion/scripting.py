@@ -15,6 +15,6 @@ class NotScriptable:
             SurfaceFusionError: always.
         """
         raise SurfaceFusionError(
-            f"torch.jit.script cannot compile {type(self).__name__}, which calls fairseq's methods by super(); "
+            f"torch.jit.script cannot compile {type(self).__name__}, which calls fairseq by super(); "
             "use torch.jit.trace, or a model trained with --sf-plain and without fusion flags"
         )

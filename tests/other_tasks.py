@@ -1,7 +1,8 @@
+# ruff: noqa: RUF005 (lists of flags that go over several lines)
 """Run in a process of its own: train each of ``CASES`` for a few updates, without or with the plugin.
 
 ``python other_tasks.py plain|plugin DATA`` imports fairseq once and forks for each case. It prints one JSON
-object: case -> the losses of all updates and a hash of the final parameters and optimizer state, or the error.
+object: case -> the losses of all updates and a hash of the parameters and optimizer state, or the error.
 DATA is what :func:`make_data` wrote.
 """
 
@@ -215,9 +216,9 @@ TIMES = ("wps", "ups", "train_wall", "wall", "gb_free")
 
 
 def make_data(folder: Path, text: Path) -> None:
-    """Binarise *text* (the files of ``tests/data/enro``) in all the shapes that the tasks read, under *folder*."""
-    from fairseq_cli import preprocess
+    """Binarise *text* (``tests/data/enro``) in all the shapes that the tasks read, under *folder*."""
     from fairseq import options
+    from fairseq_cli import preprocess
 
     def binarise(out: Path, *flags: str) -> None:
         parser = options.get_preprocessing_parser()

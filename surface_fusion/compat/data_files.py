@@ -19,10 +19,10 @@ _loaded: WeakKeyDictionary[Any, dict[str, Stamp]] = WeakKeyDictionary()
 
 
 def notice_changed_data() -> None:
-    """End a training whose data files were removed or changed, when an epoch ends and its checkpoint is saved.
+    """End a training whose data files were removed or changed, when an epoch ends and a checkpoint is saved.
 
-    fairseq maps the files and reads on from a removed one, so that a training ends with status 0 and cannot be
-    repeated. A file that is truncated in place ends the process at once by the signal SIGBUS, if one of
+    fairseq maps the files and reads on from a removed one, so that a training ends with status 0 and cannot
+    be repeated. A file that is truncated in place ends the process at once by the signal SIGBUS, if one of
     the lost pages is read before.
     """
 
@@ -58,8 +58,8 @@ def check_data_files() -> None:
             what = "removed" if not os.path.exists(file) else "changed" if _stamp(file) != stamp else None
             if what is not None:
                 raise SurfaceFusionError(
-                    f"data file {file} was {what} while training; the checkpoint of the epoch is saved: put the "
-                    "data back as it was and start again to go on"
+                    f"data file {file} was {what} while training; what was due to be saved is saved: put "
+                    "the data back as it was and start again to go on"
                 )
 
 

@@ -35,6 +35,8 @@ def wait_for_each_other_in_time() -> None:
     ``--heartbeat-timeout`` seconds, 600 where that is not given.
     """
     wrap(distributed_utils, "distributed_init", _init)
+    wrap(distributed_utils, "get_global_group", _new_groups)
+    wrap(distributed_utils, "new_groups", _new_groups)
     wrap(distributed_utils, "call_main", _call_main)
 
 
@@ -67,15 +69,15 @@ def _call_on_cpus(original: Callable[..., None], cfg: Any, main: Callable[..., N
     if given.distributed_no_spawn:
         if given.distributed_init_method is None:
             raise SurfaceFusionError(
-                f"--distributed-no-spawn with --distributed-world-size {world}: where do the processes meet? Add "
-                "--distributed-init-method tcp://HOST:PORT, the same for all"
+                f"--distributed-no-spawn with --distributed-world-size {world} needs a place where the processes "
+                "meet; add --distributed-init-method tcp://HOST:PORT, the same for all"
             )
         return original(cfg, main, **kwargs)
     rank = given.distributed_rank
     if rank != 0:
         raise SurfaceFusionError(
-            f"--distributed-rank {rank}: without GPUs the command of rank 0 starts all {world} processes; leave "
-            "the flag out, or start each rank by itself with --distributed-no-spawn"
+            f"--distributed-rank {rank}: without GPUs the command of rank 0 starts all {world} processes; "
+            "leave the flag out, or start each rank by itself with --distributed-no-spawn"
         )
     if given.distributed_init_method is None:
         given.distributed_init_method = f"tcp://localhost:{_free_port()}"
@@ -117,6 +119,18 @@ def _init(original: Callable[..., int], cfg: Any) -> int:
     return rank
 
 
+def _new_groups(original: Callable[..., Any], *args: Any) -> Any:
+    """What makes further groups, which do not have the limit of the first one by themselves."""
+    if _watch is None:
+        return original(*args)
+    new_group = dist.new_group
+    dist.new_group = functools.partial(new_group, timeout=timedelta(seconds=_watch.wait))
+    try:
+        return original(*args)
+    finally:
+        dist.new_group = new_group
+
+
 def _init_process_group(
     original: Callable[..., None], wait: float, backend: str, init_method: str, world_size: int, rank: int
 ) -> None:
@@ -140,9 +154,8 @@ def _meet(init_method: str, world_size: int, rank: int, wait: float) -> Any:
     place, limit = urlparse(init_method), timedelta(seconds=wait)
     advice = "start every rank, or raise --heartbeat-timeout"
     try:
-        store = dist.TCPStore(
-            place.hostname or "localhost", place.port or 0, world_size, rank == 0, limit, wait_for_workers=False
-        )
+        host, port = place.hostname or "localhost", place.port or 0
+        store = dist.TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
     except RuntimeError as error:
         if rank == 0:
             raise SurfaceFusionError(f"rank 0 cannot listen at {init_method}: {error}") from error
@@ -173,6 +186,7 @@ class Watch:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, wait: float) -> None:
+        self.wait = wait
         self.every = min(wait / 10, 5.0) * max(1.0, world_size / 16)
         self._store = dist.PrefixStore("surface_fusion/alive", store)
         self._rank = rank

@@ -16,8 +16,8 @@ def start_each_training_anew() -> None:
     """Let several trainings in one process (a hydra multirun, ``main`` called twice) not see each other.
 
     fairseq keeps on its functions the best validation value (so that the second training's
-    ``checkpoint_best.pt`` follows the first's, or is never written) and what ``--patience`` counts. Handlers of
-    ``--log-file`` stay, so that the second's lines go into the first's file, too, and so do tensorboard's
+    ``checkpoint_best.pt`` follows the first's, or is never written) and what ``--patience`` counts. Handlers
+    of ``--log-file`` stay, so that the second's lines go into the first's file, too, and so do tensorboard's
     writers, by subset, with the first's folder.
     """
 

@@ -36,6 +36,9 @@ LM = ("--task", "language_modeling", "--tokens-per-sample", "32", "--sample-brea
 MASKED = ("--tokens-per-sample", "32", "--criterion", "masked_lm", "--sample-break-mode", "none")
 BART = ("-a", "bart_base", *TRANSFORMER, "--share-all-embeddings", "--max-source-positions", "64")
 BART += ("--max-target-positions", "64")
+UNBUFFERED = ("--data-buffer-size", "0")
+"""For data sets that draw of torch's generator, by which a buffer's thread and dropout would take turns."""
+
 LABELS = ("--max-positions", "64", "--num-classes", "2", "--init-token", "0", "--separator-token", "2")
 
 # name -> (part of the data, flags)
@@ -165,12 +168,22 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
             "--mask-length",
             "span-poisson",
         )
-        + ("--replace-length", "1", "--rotate", "0", "--permute-sentences", "1", "--insert", "0.1"),
+        + (
+            "--replace-length",
+            "1",
+            "--rotate",
+            "0",
+            "--permute-sentences",
+            "1",
+            "--insert",
+            "0.1",
+            *UNBUFFERED,
+        ),
     ),
     "multilingual_denoising": (
         "languages",
         ("--task", "multilingual_denoising", *BART, "--tokens-per-sample", "32", "--mask", "0.3")
-        + ("--mask-length", "subword", "--langs", "en,ro", "--add-lang-token"),
+        + ("--mask-length", "subword", "--langs", "en,ro", "--add-lang-token", *UNBUFFERED),
     ),
     "span_masked_lm": (
         "text",

@@ -26,6 +26,9 @@ BROKEN = {
 }
 """Cases that plain fairseq cannot train on today's Python, torch and numpy."""
 
+NOT_DETERMINISTIC = ("translation lightconv", "language_modeling lightconv_lm")
+"""Two runs of plain fairseq end in parameters that differ in the last bits; only the losses are compared."""
+
 AUDIO = "reads audio files by soundfile, which is not installed"
 NOT_RUN = {
     **dict.fromkeys(("audio_pretraining", "audio_finetuning", "audio_classification"), AUDIO),
@@ -60,7 +63,8 @@ def test_a_training_is_fairseqs(results: dict[str, dict[str, Any]], case: str) -
         assert "error" not in plain, plain["error"] + plain["trace"]
         assert "error" not in plugin, plugin["error"] + plugin["trace"]
         assert len(plain["losses"]) == 2
-        assert plugin == plain
+        assert plugin["losses"] == plain["losses"]
+        assert plugin["state"] == plain["state"] or case in NOT_DETERMINISTIC
 
 
 def test_every_task_is_trained_or_has_a_reason() -> None:

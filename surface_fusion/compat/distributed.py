@@ -69,8 +69,8 @@ def _call_on_cpus(original: Callable[..., None], cfg: Any, main: Callable[..., N
     if given.distributed_no_spawn:
         if given.distributed_init_method is None:
             raise SurfaceFusionError(
-                f"--distributed-no-spawn with --distributed-world-size {world} needs a place where the processes "
-                "meet; add --distributed-init-method tcp://HOST:PORT, the same for all"
+                f"--distributed-no-spawn with --distributed-world-size {world} needs a place to meet; "
+                "add --distributed-init-method tcp://HOST:PORT, the same for all"
             )
         return original(cfg, main, **kwargs)
     rank = given.distributed_rank

@@ -101,6 +101,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         ``--report-accuracy`` costs the fast ways a forward of its own.
         """
         way = self._way_for(model) if reduce else "plain"
+        heartbeat = getattr(model, "_heartbeat", None)  # of fairseq's DistributedTimeoutWrapper
+        if heartbeat is not None:
+            heartbeat.set()  # which it does in its forward, and the packed step does not call that
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
             losses = way.evaluate(sample) if not model.training else self._train(way, model, sample)

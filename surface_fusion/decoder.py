@@ -12,7 +12,7 @@ With h the top of the decoder and r what was read from the source embeddings (bo
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from fairseq import utils
@@ -34,15 +34,17 @@ from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
 from surface_fusion.no_feed_forward import without_feed_forward
+from surface_fusion.scripting import NotScriptable
 from surface_fusion.word_dropout import WordDropout
 
 
-class SurfaceFusionDecoder(TransformerDecoderBase):
+class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     """Transformer decoder with surface fusion, layers that read all before them, layer-wise attention."""
 
-    layers: Any  # fairseq's ModuleList
-    get_incremental_state: Any  # fairseq's, untyped
-    set_incremental_state: Any
+    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+        layers: Any  # fairseq's ModuleList
+        get_incremental_state: Any  # fairseq's, untyped
+        set_incremental_state: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, **kwargs: Any) -> None:
         super().__init__(cfg, dictionary, embed_tokens, **kwargs)
@@ -218,8 +220,12 @@ class SurfaceFusionDecoder(TransformerDecoderBase):
             logits = torch.cat([logits, gate, 1 - gate], dim=-1)
         return logits
 
+    @torch.jit.unused  # fairseq exports the model's method, so that a trace, too, compiles what calls this
     def get_normalized_probs(
-        self, net_output: tuple[Tensor, Any], log_probs: bool, sample: Any = None
+        self,
+        net_output: tuple[Tensor, Optional[dict[str, list[Optional[Tensor]]]]],
+        log_probs: bool,
+        sample: Optional[dict[str, Tensor]] = None,
     ) -> Tensor:
         """(Log-)probabilities of the fused distribution, ... x V, in float32 at least.
 

@@ -13,7 +13,7 @@ at the end, see ``layerwise.py``.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq.models.transformer import TransformerEncoderBase
@@ -26,16 +26,18 @@ from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.layerwise import side_by_side
 from surface_fusion.no_feed_forward import without_feed_forward
 from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
+from surface_fusion.scripting import NotScriptable
 from surface_fusion.word_dropout import WordDropout
 
 
-class SurfaceFusionEncoder(TransformerEncoderBase):
+class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
 
-    layers: Any  # fairseq's ModuleList
-    fusion: Any
-    """Of the output, for each decoder layer, or None."""
-    combination: Any
+    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+        layers: Any  # fairseq's ModuleList
+        fusion: Any
+        """Of the output, for each decoder layer, or None."""
+        combination: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)

@@ -43,6 +43,12 @@ def hold(samples: Any) -> None:
     del _held[:-2]
 
 
+def forget() -> None:
+    """Let go of the last training of this process."""
+    _held.clear()
+    _gpu_has_work.set()
+
+
 def fetch_while_waiting(create_consumer: Callable[[Any], None], buffered: Any) -> None:
     """fairseq's ``BufferedIterator._create_consumer``; its thread has time while half the buffer is full."""
     source = buffered._iterable

@@ -128,6 +128,7 @@ def test_fairseqs_trainer_does_so() -> None:
         data_parallel_world_size=2,
         data_parallel_rank=0,
         reset_dummy_batch=lambda batch: None,
+        fast_training=True,
     )
     compat.apply()
     got = Trainer.get_train_iterator(trainer, 1, load_dataset=False).frozen_batches

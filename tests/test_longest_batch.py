@@ -14,6 +14,7 @@ class FakeTrainer:
 
     def __init__(self, sizes: list[int], limit: int) -> None:
         self.tpu = self.is_fsdp = False
+        self.fast_training = True
         self.model = torch.nn.Linear(2, 2)
         self.criterion = self.optimizer = None
         self.cfg = SimpleNamespace(dataset=SimpleNamespace(max_tokens=100))

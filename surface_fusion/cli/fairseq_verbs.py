@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq import options, tasks, utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks import FairseqTask
 
@@ -124,10 +124,6 @@ def run(verb: str, argv: Sequence[str]) -> None:
         if verb == "preprocess":
             check_ranges(vars(options.get_preprocessing_parser().parse_known_args(rest)[0]))
         command = importlib.import_module(f"fairseq_cli.{verb}")
-        if verb == "train":
-            # fairseq keeps the best loss of this process' last training in the functions themselves.
-            vars(checkpoint_utils.save_checkpoint).pop("best", None)
-            vars(command.should_stop_early).clear()
         if verb == "generate":  # whose main is not called by call_main
             changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
         command.cli_main()

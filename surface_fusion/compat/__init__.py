@@ -11,14 +11,14 @@ import functools
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils, language_pair_dataset
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
-from fairseq.distributed import utils as distributed_utils
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import quick_search, quick_trainer, resume
+from surface_fusion import fast_training, quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import explain_missing_data, mend_data_in_parts, skip_overlong_sentences
+from surface_fusion.compat.changed_data import notice_changed_data
 from surface_fusion.compat.checkpoint_loading import (
     TRUST_VARIABLE,
     allow_checkpoint_classes,
@@ -29,16 +29,19 @@ from surface_fusion.compat.data_files import (
     index_fasta_without_shell,
     read_yaml_safely,
 )
+from surface_fusion.compat.distributed import start_processes_on_cpus, wait_for_each_other_in_time
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
 from surface_fusion.compat.hub import keep_order_of_lines, translate_beyond_max_tokens
 from surface_fusion.compat.interactive import answer_each_line
 from surface_fusion.compat.literals import parse_literals
 from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.process_state import start_each_training_anew
 from surface_fusion.compat.shards import read_one_shard
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
 from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.even_batches import group_evenly
+from surface_fusion.fast_training import wrap_if_fast
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.literal_padding import mark
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
@@ -67,8 +70,6 @@ def apply() -> None:
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)
-    wrap(Trainer, "train_step", use_begun)
-    wrap(Trainer, "train_step", quick_trainer.announce_sums)  # outermost: it keeps batches as they came
     skip_overlong_sentences()
     mend_data_in_parts()
     mend_diverse_beam()
@@ -81,25 +82,40 @@ def apply() -> None:
     end_lines_at_line_feeds()
     mend_copies_of_tasks()
     allow_second_copy()
+    notice_changed_data()
+    start_each_training_anew()
+    wait_for_each_other_in_time()
+    start_processes_on_cpus()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
-    wrap(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
     wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
-    wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)
-    wrap(BufferedIterator, "__next__", remember_buffer)
-    wrap(Trainer, "set_num_updates", begin_next)
-    wrap(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
-    wrap(Trainer, "get_train_iterator", group_evenly)
-    wrap(Trainer, "get_train_iterator", remember_batches)
-    wrap(Trainer, "begin_epoch", try_longest_batch)
-    wrap(Trainer, "__init__", quick_trainer.build_quickly)
     wrap(Trainer, "__init__", say_at_start)
-    wrap(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
-    wrap(data_utils, "collate_tokens", collate_tokens)
     wrap(language_pair_dataset, "collate", mark)
+    _make_trainings_fast()
+    wrap(data_utils, "collate_tokens", collate_tokens)  # the same tensors, whoever asks
     wrap(SequenceGenerator, "_generate", quick_search.generate)
-    wrap(Trainer, "_set_seed", quick_trainer.set_seed)
-    wrap(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
-    wrap(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
-    wrap(distributed_utils, "all_reduce_dict", quick_trainer.sum_over_processes)
+
+
+def _make_trainings_fast() -> None:
+    """What acts on the training of a model of ours without ``--sf-plain``, and on no other."""
+    wrap_if_fast(Trainer, "__init__", quick_trainer.build_quickly)
+    wrap(Trainer, "__init__", fast_training.decide)  # around it: it says whether the training is fast
+    wrap_if_fast(Trainer, "train_step", use_begun)
+    # Outermost, because it keeps the batches as the trainer gets them.
+    wrap_if_fast(Trainer, "train_step", quick_trainer.announce_sums)
+    wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
+    wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
+    wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)
+    wrap_if_fast(BufferedIterator, "_create_consumer", fetch_while_waiting)
+    wrap_if_fast(BufferedIterator, "__next__", remember_buffer)
+    wrap_if_fast(Trainer, "set_num_updates", begin_next)
+    wrap_if_fast(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
+    wrap_if_fast(Trainer, "get_train_iterator", group_evenly)
+    wrap_if_fast(Trainer, "get_train_iterator", remember_batches)
+    wrap_if_fast(Trainer, "begin_epoch", try_longest_batch)
+    wrap_if_fast(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
+    wrap_if_fast(Trainer, "_set_seed", quick_trainer.set_seed)
+    wrap_if_fast(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.sum_at_once)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)

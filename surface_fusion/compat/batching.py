@@ -17,7 +17,7 @@ def explain_missing_data() -> None:
 
     def setup(original: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
         folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
-        for folder in folders:
+        for folder in filter(None, folders):  # dummy tasks have none
             if "://" not in folder and not os.path.isdir(folder):
                 raise SurfaceFusionError(
                     f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"

@@ -2,20 +2,27 @@
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace the function, method or property ``owner.name`` by ``wrapper(original, ...)``."""
+    """Replace the function, method or property ``owner.name`` by ``wrapper(original, ...)``.
+
+    ``torch.jit.script`` compiles the original: it takes the source of what a function wraps, but looks up
+    names in the globals of the function itself, which are therefore the original's.
+    """
     found = getattr(owner, name)
     original: Any = found.fget if isinstance(found, property) else found
 
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
+    names = getattr(original, "__globals__", call.__globals__)  # a class has none
+    wrapped = types.FunctionType(call.__code__, names, name, None, call.__closure__)
+    functools.update_wrapper(wrapped, original)
     setattr(owner, name, property(wrapped) if isinstance(found, property) else wrapped)
 
 

@@ -1,0 +1,20 @@
+"""What ``torch.jit.script`` is told of modules that it cannot compile."""
+
+from typing import NoReturn
+
+from surface_fusion.errors import SurfaceFusionError
+
+
+class NotScriptable:
+    """A module that can be traced (``torch.jit.trace``) but not scripted."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script`` before it compiles anything.
+
+        Raises:
+            SurfaceFusionError: always.
+        """
+        raise SurfaceFusionError(
+            f"torch.jit.script cannot compile {type(self).__name__}, which calls fairseq by super(); "
+            "use torch.jit.trace, or a model trained with --sf-plain and without fusion flags"
+        )

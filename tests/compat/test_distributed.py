@@ -1,0 +1,107 @@
+"""Two gloo processes: they start without GPUs, and the one that waits for the other ends and names it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from surface_fusion import SurfaceFusionError
+from surface_fusion.compat import distributed
+from tests.small_training import SIZES
+
+DATA = Path(__file__).parents[1] / "reference_checkpoint" / "data-bin"
+FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy", "--max-epoch", 500)
+TRAIN = (
+    *(DATA, *SIZES[:-5], "--encoder-attention-heads", 2, "--decoder-attention-heads", 2),
+    *("--surfacefusion", "att", "--sf-gate", 0.8, "--lr", 0.005, "--max-tokens", 400, "--num-workers", 0),
+    *("--cpu", "--log-format", "simple", "--log-interval", 1, "--no-save", "--disable-validation"),
+    *("--distributed-world-size", 2),
+)
+
+
+def start(log: Path, *flags: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "surface_fusion", "train", *map(str, (*TRAIN, *flags))]
+    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def rank_flags(rank: int, port: int, wait: int) -> tuple[object, ...]:
+    meeting = ("--distributed-init-method", f"tcp://127.0.0.1:{port}", "--distributed-no-spawn")
+    return (*meeting, "--distributed-rank", rank, "--heartbeat-timeout", wait)
+
+
+def last_line(log: Path) -> str:
+    return log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("way", [(), ("--sf-plain",)], ids=["fast", "plain"])
+def test_a_stopped_rank_is_named_in_time(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """0.1.0 waits for 1,800 s, and the fast path never sets fairseq's heartbeat."""
+    logs, port = [tmp_path / f"{rank}.log" for rank in (0, 1)], free_port()
+    ranks = [start(log, *FAST, *way, *rank_flags(i, port, 20)) for i, log in enumerate(logs)]
+    try:
+        until = time.monotonic() + 150
+        while "num_updates=3" not in logs[0].read_text():
+            assert time.monotonic() < until and ranks[0].poll() is None, logs[0].read_text()[-3000:]
+            time.sleep(0.2)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        assert ranks[0].wait(timeout=120) == 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert "error: rank 1 of 2 does not answer" in last_line(logs[0])
+
+
+@pytest.mark.parametrize("came", [0, 1])
+def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> None:
+    log, port = tmp_path / "log", free_port()
+    assert start(log, *rank_flags(came, port, 5)).wait(timeout=150) == 2
+    meeting = f"tcp://127.0.0.1:{port}"
+    missing = f"1 of 2 processes came to {meeting} within 5 s; missing: rank 1"
+    assert (f"rank 0 did not come to {meeting} within 5 s" if came else missing) in last_line(log)
+
+
+def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
+    """0.1.0 starts a process for each GPU: none, status 0."""
+    log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
+    assert start(log, *meeting, "--max-update", 2).wait(timeout=200) == 0
+    assert "starting 2 processes" in log.read_text() and "num_updates=2" in log.read_text()
+
+
+def config(**given: Any) -> Any:
+    defaults = {"distributed_world_size": 2, "distributed_rank": 0, "distributed_init_method": None}
+    section = {**defaults, "distributed_no_spawn": False, "distributed_backend": "gloo", **given}
+    common = SimpleNamespace(cpu=True, tpu=False)
+    return SimpleNamespace(common=common, distributed_training=SimpleNamespace(**section))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there two processes have GPUs")
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"distributed_rank": 1}, "--distributed-rank 1: without GPUs the command of rank 0 starts all 2"),
+        ({"distributed_no_spawn": True}, "--distributed-no-spawn .* add --distributed-init-method tcp://"),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=line):
+        distributed._call_on_cpus(lambda *_: pytest.fail("started"), config(**given), print)
+
+
+def test_the_limit_is_ten_minutes_or_the_heartbeats() -> None:
+    assert distributed.seconds_to_wait(SimpleNamespace(heartbeat_timeout=-1)) == 600
+    assert distributed.seconds_to_wait(SimpleNamespace(heartbeat_timeout=30)) == 30

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from surface_fusion.files import write_text
+
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("fairseq", "plain", "fast")
 """fairseq's Transformer; surface fusion without, and with its fast paths."""
@@ -73,9 +75,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in [*kept, *rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, text.getvalue())
 
 
 def machine(cpu: bool, device: int | None = None) -> dict[str, str]:

@@ -9,7 +9,6 @@ batches that are collated already.
 
 import functools
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_generator import SequenceGenerator
 
 import surface_fusion
+from surface_fusion.files import write_text
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,7 @@ def main() -> None:
     specs, out = map(Path, sys.argv[1:])
     surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
     results = [decode(Spec(**fields)) for fields in json.loads(specs.read_text(encoding="utf-8"))]
-    beside = out.with_name(f"{out.name}.new")
-    beside.write_text(
-        json.dumps([[asdict(done) for done in several] for several in results]), encoding="utf-8"
-    )
-    os.replace(beside, out)
+    write_text(out, json.dumps([[asdict(done) for done in several] for several in results]))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ to it.
 import argparse
 import json
 import math
-import os
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from surface_fusion.files import atomic_write
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
@@ -48,9 +49,8 @@ def draw(logs: list[Path], out: Path) -> None:
     axes.set_title("Learning curve")
     axes.grid(alpha=0.3)
     axes.legend()
-    beside = out.with_name(f"new-{out.name}")
-    figure.savefig(beside, dpi=120)
-    os.replace(beside, out)
+    with atomic_write(out) as file:
+        figure.savefig(file, format=out.suffix[1:], dpi=120)
 
 
 def main() -> None:

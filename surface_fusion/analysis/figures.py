@@ -2,12 +2,12 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.files import atomic_write, write_text
 
 
 def pyplot() -> Any:
@@ -32,9 +32,9 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
     paths = []
     for suffix in ("png", "svg"):
         path = stem.with_name(f"{stem.name}.{suffix}")
-        beside = path.with_name(f".{path.name}.new")
-        figure.savefig(beside, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
-        os.replace(beside, path)
+        metadata = {"Date": None} if suffix == "svg" else None
+        with atomic_write(path) as file:
+            figure.savefig(file, format=suffix, dpi=150, metadata=metadata)
         paths.append(path)
     pyplot().close(figure)
     return paths
@@ -50,11 +50,9 @@ def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def save_text(path: Path, text: str) -> Path:
-    """Write *text* beside *path* and rename it."""
+    """Write *text* to *path*, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, text)
     return path
 
 

@@ -18,6 +18,7 @@ import surface_fusion
 from surface_fusion.cli import user_errors
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
+from surface_fusion.cli.whole_results import whole_results
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
@@ -114,6 +115,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
 
         changes.enter_context(replaced(distributed_utils, "call_main", call_main))
         command = importlib.import_module(f"fairseq_cli.{verb}")
+        changes.enter_context(whole_results(verb, command))
         if verb == "train":
             # fairseq keeps the best loss of this process' last training in the functions themselves.
             vars(checkpoint_utils.save_checkpoint).pop("best", None)

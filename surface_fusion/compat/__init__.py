@@ -18,11 +18,13 @@ from fairseq.trainer import Trainer
 from surface_fusion import quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import explain_missing_data, mend_data_in_parts, skip_overlong_sentences
+from surface_fusion.compat.checkpoint_integrity import check_loaded_checkpoints
 from surface_fusion.compat.checkpoint_loading import (
     TRUST_VARIABLE,
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
+from surface_fusion.compat.checkpoint_saving import save_whole_checkpoints
 from surface_fusion.compat.generation import mend_diverse_beam, mend_ngram_blocking, mend_replace_unk
 from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.tasks import allow_second_copy, mend_copies_of_tasks
@@ -44,6 +46,8 @@ def apply() -> None:
     silence_harmless_warnings()
     allow_checkpoint_classes()
     explain_bad_checkpoints()
+    check_loaded_checkpoints()
+    save_whole_checkpoints()
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from surface_fusion.files import write_text
-
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("fairseq", "plain", "fast")
 """fairseq's Transformer; surface fusion without, and with its fast paths."""
@@ -75,6 +73,8 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in [*kept, *rows])
     path.parent.mkdir(parents=True, exist_ok=True)
+    from surface_fusion.files import write_text  # not sooner: importing it changes fairseq, a contender
+
     write_text(path, text.getvalue())
 
 

@@ -11,6 +11,7 @@ import functools
 from fairseq.data import data_utils
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.distributed import utils as distributed_utils
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
@@ -63,7 +64,10 @@ def apply() -> None:
     allow_second_copy()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
     wrap(FairseqTask, "get_batch_iterator", make_batches_ahead)
+    wrap(Trainer, "load_checkpoint", resume.with_last_validation)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
+    wrap(ReduceLROnPlateauLRSchedule, "state_dict", resume.with_bad_epochs)
+    wrap(ReduceLROnPlateauLRSchedule, "load_state_dict", resume.load_bad_epochs)
     wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
     wrap(BufferedIterator, "_create_consumer", fetch_while_waiting)

@@ -44,6 +44,11 @@ TROUBLES = (
     "foreign_checkpoint_unexplained",
     "missing_folder_unexplained",
     "resume_makes_other_batches",
+    "flipped_bit_is_loaded",
+    "copy_in_place",
+    "failed_save_leaves_a_file",
+    "dummy_file_is_removed",
+    "plateau_forgets_bad_epochs",
 )
 
 

@@ -49,17 +49,17 @@ from surface_fusion.files import TEMPORARY, write_text
 
 TEXT = Path(__file__).parents[1] / "demo" / "data"
 RESULTS = Path(__file__).parent / "results"
-LINES = {"train": 240, "valid": 40}
+LINES = {"train": 120, "valid": 16}
 
 UPDATES = 24
 TRAIN = (
     *("-a", "transformer_surface_fusion", "--surfacefusion", "att", "--sf-gate", "0.8", "--cpu"),
-    *("--encoder-layers", "2", "--encoder-embed-dim", "128", "--encoder-ffn-embed-dim", "256"),
-    *("--decoder-layers", "2", "--decoder-embed-dim", "128", "--decoder-ffn-embed-dim", "256"),
+    *("--encoder-layers", "1", "--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "128"),
+    *("--decoder-layers", "1", "--decoder-embed-dim", "64", "--decoder-ffn-embed-dim", "128"),
     *("--encoder-attention-heads", "4", "--decoder-attention-heads", "4", "--share-all-embeddings"),
     *("--criterion", "fused_label_smoothed_cross_entropy", "--label-smoothing", "0.1", "--dropout", "0.1"),
     *("--optimizer", "flat_adam", "--lr", "0.002", "--clip-norm", "1.0"),
-    *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", "8", "--max-tokens", "400"),
+    *("--lr-scheduler", "inverse_sqrt", "--warmup-updates", "8", "--max-tokens", "200"),
     *("--max-update", str(UPDATES)),
     *("--save-interval-updates", "3", "--log-format", "json", "--log-interval", "1", "--seed", "7"),
 )

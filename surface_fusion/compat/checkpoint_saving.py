@@ -140,7 +140,8 @@ def _check_space(
 
 def checkpoint_size(trainer: Any) -> tuple[int, int]:
     """About how many bytes the weights and the optimizer's state take in a checkpoint of *trainer*."""
-    tensors = [value for value in trainer.get_model().state_dict().values() if isinstance(value, Tensor)]
+    model = trainer.get_model()  # trainer.model would build the wrapper for several processes, in this one alone
+    tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
     # On its way from a GPU each tensor gets memory of its own, and half precision becomes fp32.
     weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)
     if not trainer.cuda:
@@ -150,7 +151,7 @@ def checkpoint_size(trainer: Any) -> tuple[int, int]:
         weights *= 2
     if trainer.cfg.checkpoint.no_save_optimizer_state:
         return weights, 0
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     name = getattr(trainer.cfg.optimizer, "_name", None) or ""
     numbers = MOMENTS.get(name, 0)
     if name == "flat_adam" and (trainer.cfg.common.fp16 or trainer.cfg.common.bf16):

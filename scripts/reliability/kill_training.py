@@ -184,8 +184,13 @@ class Experiment:
         while True:
             had_checkpoint = (folder / "checkpoint_last.pt").exists()
             process = self._start(folder)
-            killed = None if enough() else self._kill(process, folder, training)
-            if killed is None and process.wait() != 0:
+            try:
+                killed = None if enough() else self._kill(process, folder, training)
+                if killed is None:
+                    process.wait()
+            finally:
+                process.kill()  # where this script is interrupted
+            if killed is None and process.status != 0:
                 raise Failure(f"a start ended with status {process.status}:\n{process.said()[-3000:]}")
             if killed is not None and f"@ {UPDATES} updates, score" in process.said():
                 killed.next_start = "none: all was saved before the kill"

@@ -140,7 +140,9 @@ def _check_space(
 
 def checkpoint_size(trainer: Any) -> tuple[int, int]:
     """About how many bytes the weights and the optimizer's state take in a checkpoint of *trainer*."""
-    model = trainer.get_model()  # trainer.model would build the wrapper for several processes, in this one alone
+    model = (
+        trainer.get_model()
+    )  # trainer.model would build the wrapper for several processes, in this one alone
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
     # On its way from a GPU each tensor gets memory of its own, and half precision becomes fp32.
     weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)

@@ -43,6 +43,9 @@ from typing import Any, Optional
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads of its own must not fork
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # which a training's first backward imports: seconds
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from surface_fusion.cli.main import main as surface_fusion
 from surface_fusion.files import TEMPORARY, write_text
@@ -361,6 +364,10 @@ def run(args: argparse.Namespace, work: Path) -> None:
     began = time.monotonic()
     rng = random.Random(args.seed)
     data = prepare(work)
+    # hydra builds its parsers when it first reads a command line: a second of each start.
+    convert_namespace_to_omegaconf(
+        options.parse_args_and_arch(options.get_training_parser(), [str(data), *TRAIN])
+    )
     kills: list[Kill] = []
     experiments = [Experiment(work, data, setting, False, rng) for setting in SETTINGS]
     by_command = [Experiment(work, data, s, True, rng) for s in SETTINGS] if args.commands else []

@@ -25,6 +25,7 @@ Writes a CSV with a row a kill to ``-o`` and a summary beside it.
 
 import argparse
 import csv
+import logging
 import os
 import random
 import re
@@ -205,7 +206,7 @@ class Experiment:
                 break
         if kill is not None:
             yield kill
-        compare(self.reference, folder, cleared=kill is None)
+        compare(self.reference, folder)
         shutil.rmtree(folder)
         self.finished += 1
 
@@ -268,22 +269,26 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
     if "No existing checkpoint found" in log:
         if had_checkpoint:
             raise Failure(f"a start began anew although there was a checkpoint:\n{log[-3000:]}")
-        return "from the beginning: nothing was saved yet"
+        return "from the beginning: there was no checkpoint_last.pt yet"
     return "killed before it said so"
 
 
-def compare(reference: Path, folder: Path, cleared: bool) -> None:
+def compare(reference: Path, folder: Path) -> None:
     """Raise :class:`Failure` unless both folders hold the same checkpoints.
 
-    If *folder* is not *cleared*, it may also hold checkpoints that were to be removed after the last save.
+    *folder* may also hold older ones, if they are whole: fairseq removes what the ``--keep-`` flags do not
+    keep after a save in the middle of an epoch; who is killed before that removes it after the next.
     """
     expected, found = (sorted(os.listdir(place)) for place in (reference, folder))
-    if expected != found if cleared else not set(expected) <= set(found):
+    more = [name for name in found if name not in expected]
+    if not set(expected) <= set(found) or not all(re.fullmatch(r"checkpoint.*\d\.pt", name) for name in more):
         raise Failure(f"files of the uninterrupted training: {expected}; of the killed one: {found}")
     for name in expected:
         one, other = (what_counts(torch.load(place / name)) for place in (reference, folder))
         if difference := first_difference(one, other, name):
             raise Failure(f"{difference} differs in {folder}")
+    for name in more:
+        torch.load(folder / name)
 
 
 def what_counts(state: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +359,7 @@ def in_words(kills: Sequence[Kill], experiments: Sequence[Experiment], seconds: 
     went_on = sum(" updates" in k.next_start for k in kills)
     lines.append(
         f"{len(kills)} kills, {saving} of them while saving, in {seconds:.0f} s; the next start went on from "
-        f"a checkpoint {went_on} times, else began anew (nothing saved yet) or was killed before it said so"
+        f"a checkpoint {went_on} times, else began anew (none there yet) or was killed before it said so"
     )
     return "\n".join(lines) + "\n"
 
@@ -364,6 +369,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
     began = time.monotonic()
     rng = random.Random(args.seed)
     data = prepare(work)
+    logging.getLogger("hydra").setLevel(logging.WARNING)
     # hydra builds its parsers when it first reads a command line: a second of each start.
     convert_namespace_to_omegaconf(
         options.parse_args_and_arch(options.get_training_parser(), [str(data), *TRAIN])

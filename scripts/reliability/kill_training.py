@@ -196,7 +196,7 @@ class Experiment:
                 process.kill()  # where this script is interrupted
             if killed is None and process.status != 0:
                 raise Failure(f"a start ended with status {process.status}:\n{process.said()[-3000:]}")
-            if killed is not None and f"@ {UPDATES} updates, score" in process.said():
+            if killed is not None and last_update(folder) == UPDATES:
                 killed.next_start = "none: all was saved before the kill"
             if kill is not None:
                 kill.next_start = where_it_went_on(process.said(), had_checkpoint)
@@ -254,6 +254,14 @@ def temporaries(folder: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     return {name: found[1] for name in names if (found := TEMPORARY.fullmatch(name))}
+
+
+def last_update(folder: Path) -> int:
+    """How many updates ``checkpoint_last.pt`` has behind it; 0 if there is none."""
+    path = folder / "checkpoint_last.pt"
+    if not path.exists():
+        return 0
+    return int(torch.load(path, mmap=True)["optimizer_history"][-1]["num_updates"])
 
 
 def where_it_went_on(log: str, had_checkpoint: bool) -> str:

@@ -187,9 +187,10 @@ class Experiment:
         kill: Optional[Kill] = None
         while True:
             had_checkpoint = (folder / "checkpoint_last.pt").exists()
+            before = set(temporaries(folder))
             process = self._start(folder)
             try:
-                killed = None if enough() else self._kill(process, folder, training)
+                killed = None if enough() else self._kill(process, folder, training, before)
                 if killed is None:
                     process.wait()
             finally:
@@ -210,15 +211,18 @@ class Experiment:
         shutil.rmtree(folder)
         self.finished += 1
 
-    def _kill(self, process: Process, folder: Path, training: int) -> Optional[Kill]:
-        """Kill *process* at a random moment; None if it ended before that."""
+    def _kill(self, process: Process, folder: Path, training: int, before: set[str]) -> Optional[Kill]:
+        """Kill *process* at a random moment; None if it ended before that.
+
+        Temporary files that were there *before* are of an earlier kill.
+        """
         aimed = self.rng.choice(("any", "saving"))
         wait_until(process, folder, aimed, self.rng, self.duration)
         seconds = time.monotonic() - process.began
         if not process.kill():
             return None
         updates = re.findall(r'num_updates": "(\d+)"', process.said())
-        left = temporaries(folder)
+        left = {name: of for name, of in temporaries(folder).items() if name not in before}
         return Kill(
             setting=self.setting,
             started="command" if self.command else "fork",

@@ -55,11 +55,13 @@ failed() {
 if [[ ! -d $run/data-bin ]]; then
     step "Cutting the text into 4,000 joint sentencepiece units and binarising it"
     python "$scripts/demo/segment.py" "$data" "$run/pieces" --langs en ro --vocab-size 4000
-    rm -rf "$run/data-bin.new"
+    new=$(mktemp -d "$run/.data-bin.XXXXXX")
+    trap 'rm -rf "$new"' EXIT
     surface-fusion preprocess -s en -t ro --joined-dictionary --trainpref "$run/pieces/train" \
-        --validpref "$run/pieces/valid" --testpref "$run/pieces/test" --destdir "$run/data-bin.new" >"$run/preprocess.log" 2>&1 ||
+        --validpref "$run/pieces/valid" --testpref "$run/pieces/test" --destdir "$new" >"$run/preprocess.log" 2>&1 ||
         failed "$run/preprocess.log"
-    mv "$run/data-bin.new" "$run/data-bin"
+    chmod "$(printf '%o' $((0777 & ~$(umask))))" "$new"
+    mv "$new" "$run/data-bin"
 fi
 
 step "Training: 3+3 layers, 192/768, hard surface fusion (gate 0.8, renormalised), $updates updates"
@@ -86,8 +88,8 @@ step "Translating the test set, beam 4"
 # The last checkpoint: the learning rate has gone down to 0 by then.
 surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_last.pt" \
     --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece \
-    >"$run/generate.txt.new" 2>"$run/generate.log" || failed "$run/generate.log"
-mv "$run/generate.txt.new" "$run/generate.txt"
+    --results-path "$run" >"$run/generate.log" 2>&1 || failed "$run/generate.log"
+mv "$run/generate-test.txt" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
 [[ $name == demo ]] || echo "(words at random after $updates updates: this shows that it works, the whole demo what it learns)"
 paste "$data/test.en" "$run/test.hyp.ro" | sed -n '1,5{s/\t/\n    /;p}'

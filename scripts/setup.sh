@@ -163,7 +163,8 @@ if ! "$py" -c 'import fairseq, surface_fusion' >>"$log" 2>&1; then
     fail "installed, but Python cannot import it, see above and $log"
 fi
 
-printf '%s\n' "$root, $venv" "$(stamp_key)" "$extras" >"$stamp.new"
-mv "$stamp.new" "$stamp"
+new=$(mktemp "$stamp.XXXXXX")  # not over a file, or through a link, that is there
+printf '%s\n' "$root, $venv" "$(stamp_key)" "$extras" >"$new"
+mv "$new" "$stamp"
 say "ready: . '$venv/bin/activate'"
 printf '%s\n' "$venv"

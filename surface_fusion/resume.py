@@ -63,6 +63,41 @@ def for_these_processes(
     load_state_dict(iterator, state)
 
 
+def with_last_validation(
+    load_checkpoint: Callable[..., Any],
+    trainer: Any,
+    filename: str,
+    reset_optimizer: bool = False,
+    reset_lr_scheduler: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """fairseq's ``Trainer.load_checkpoint``; the schedule learns the validation loss of a whole epoch.
+
+    fairseq saves at the end of an epoch before it tells the schedule the loss. ``reduce_lr_on_plateau``
+    would go on with a learning rate that the uninterrupted training has reduced.
+    """
+    extra = load_checkpoint(trainer, filename, reset_optimizer, reset_lr_scheduler, *args, **kwargs)
+    if extra is not None and not reset_optimizer and not reset_lr_scheduler:
+        place = extra["train_iterator"]
+        if place.get("iterations_in_epoch") == 0 and extra.get("val_loss") is not None:
+            trainer.lr_step(place["epoch"] - 1, extra["val_loss"])
+    return extra
+
+
+def with_bad_epochs(state_dict: Callable[[Any], dict[str, Any]], schedule: Any) -> dict[str, Any]:
+    """fairseq's ``reduce_lr_on_plateau.state_dict``, and for how many epochs there was no better loss."""
+    return {**state_dict(schedule), "num_bad_epochs": schedule.lr_scheduler.num_bad_epochs}
+
+
+def load_bad_epochs(
+    load_state_dict: Callable[[Any, dict[str, Any]], None], schedule: Any, state: dict[str, Any]
+) -> None:
+    """fairseq's ``reduce_lr_on_plateau.load_state_dict``, of which ``--lr-patience`` goes on counting."""
+    load_state_dict(schedule, state)
+    schedule.lr_scheduler.num_bad_epochs = state.get("num_bad_epochs", 0)
+
+
 def with_advice_on_resets(
     load_checkpoint: Callable[..., Any], trainer: Any, filename: str, *args: Any, **kwargs: Any
 ) -> Any:

@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import os
+import resource
 import sys
 import tarfile
 import tempfile
@@ -21,8 +22,10 @@ from fairseq import checkpoint_utils, file_utils, models, search, tasks, utils
 from fairseq.data import ConcatDataset, Dictionary, FastaDataset, LanguagePairDataset, data_utils
 from fairseq.data.audio.data_cfg import get_config_from_yaml
 from fairseq.file_chunker_utils import Chunker, find_offsets
+from fairseq.file_io import PathManager
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
 from fairseq_cli import generate, interactive
@@ -247,6 +250,58 @@ def archives_write_anywhere() -> bool:
         return Path(folder, "outside").exists()
 
 
+def flipped_bit_is_loaded() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.pt")
+        torch.save({"model": {"w": torch.ones(1000)}, "optimizer_history": [{}], "extra_state": {}}, path)
+        content = bytearray(path.read_bytes())
+        content[content.index(torch.ones(1000).numpy().tobytes()) + 402] ^= 1
+        path.write_bytes(content)
+        with path.open("rb") as file:  # as load_checkpoint_to_cpu does
+            return not bool(torch.load(file)["model"]["w"].eq(1).all())
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def copy_in_place() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        new, last = Path(folder, "new.pt"), Path(folder, "last.pt")
+        new.write_bytes(bytes(2000))
+        last.write_bytes(bytes(1500))
+        with files_of_at_most(1000), contextlib.suppress(OSError):
+            PathManager.copy(str(new), str(last), overwrite=True)
+        return len(last.read_bytes()) != 1500
+
+
+def failed_save_leaves_a_file() -> bool:
+    checkpoint_utils.time = argparse.Namespace(sleep=lambda seconds: None)
+    checkpoint_utils.logger.setLevel("CRITICAL")
+    with tempfile.TemporaryDirectory() as folder:
+        with files_of_at_most(1000), contextlib.suppress(Exception):
+            checkpoint_utils.torch_persistent_save(torch.zeros(1000), str(Path(folder, "a.pt")))
+        return any(Path(folder).iterdir())
+
+
+def dummy_file_is_removed() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "dummy").touch()
+        checkpoint_utils.verify_checkpoint_directory(folder)
+        return not Path(folder, "dummy").exists()
+
+
+def plateau_forgets_bad_epochs() -> bool:
+    schedule = argparse.Namespace(lr_scheduler=argparse.Namespace(best=1.0, last_epoch=2, num_bad_epochs=1))
+    return "num_bad_epochs" not in ReduceLROnPlateauLRSchedule.state_dict(schedule)
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -273,5 +328,10 @@ if __name__ == "__main__":
         fasta_names_reach_a_shell,
         yaml_names_code,
         archives_write_anywhere,
+        flipped_bit_is_loaded,
+        copy_in_place,
+        failed_save_leaves_a_file,
+        dummy_file_is_removed,
+        plateau_forgets_bad_epochs,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

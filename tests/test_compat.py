@@ -55,6 +55,11 @@ TROUBLES = (
     "fasta_names_reach_a_shell",
     "yaml_names_code",
     "archives_write_anywhere",
+    "flipped_bit_is_loaded",
+    "copy_in_place",
+    "failed_save_leaves_a_file",
+    "dummy_file_is_removed",
+    "plateau_forgets_bad_epochs",
 )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from fairseq.data import Dictionary, LanguagePairDataset
 from fairseq.tasks import FairseqTask
 
 from surface_fusion import SurfaceFusionError
+from surface_fusion.cli.main import main
 from surface_fusion.resume import with_advice_on_resets
+from tests.small_training import TRAIN
 
 
 def dataset() -> LanguagePairDataset:
@@ -124,6 +127,28 @@ def test_state_that_does_not_fit_is_answered_with_the_remedy(error, advice):
 
     with pytest.raises(SurfaceFusionError, match=advice):
         with_advice_on_resets(load_checkpoint, None, "first.pt", reset_optimizer=False)
+
+
+@pytest.mark.parametrize("lr_patience", [0, 1])
+def test_a_plateau_is_seen_across_a_resume(data: Path, tmp_path: Path, lr_patience: int) -> None:
+    """Each epoch is worse than the first by this threshold, so that the learning rate goes down."""
+    flags = ("--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", 0.5, "--lr-threshold", 0.9)
+    flags += ("--lr-patience", lr_patience, "--no-epoch-checkpoints")
+
+    def train(folder: str, epochs: int) -> Any:
+        argv = ("train", data, *TRAIN, *flags, "--max-epoch", epochs, "--save-dir", tmp_path / folder)
+        assert main([*map(str, argv)]) == 0
+        return torch.load(tmp_path / folder / "checkpoint_last.pt")
+
+    for epochs in range(1, 5):
+        parts = train("parts", epochs)
+    whole = train("whole", 4)
+    schedules = [state["optimizer_history"][-1]["lr_scheduler_state"] for state in (parts, whole)]
+    assert schedules[0] == schedules[1]
+    rates = [state["last_optimizer_state"]["param_groups"][0]["lr"] for state in (parts, whole)]
+    assert rates[0] == rates[1] == (0.005 / 4 if lr_patience == 0 else 0.005 / 2)
+    for name, value in whole["model"].items():
+        assert value.equal(parts["model"][name]), name
 
 
 def test_other_errors_are_left_alone():

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -165,13 +166,17 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     for name, path in texts.items():
         segment.encode(processor, path, pieces / name)
     command = [sys.executable, "-m", "surface_fusion", "preprocess", "--joined-dictionary"]
-    command += ["-s", languages[0], "-t", languages[1], "--destdir", f"{data}.new"]
+    new = folder / f".data-bin.{secrets.token_hex(8)}.tmp"
+    command += ["-s", languages[0], "-t", languages[1], "--destdir", str(new)]
     command += ["--trainpref", str(pieces / "train"), "--validpref", str(pieces / "valid")]
     command += ["--testpref", f"{pieces / 'test'},{pieces / 'test1'}"]
-    shutil.rmtree(f"{data}.new", ignore_errors=True)  # of a run that was killed
-    output_of(command, child_environment())
-    save_text(Path(f"{data}.new", SOURCE), json.dumps(source, indent=1))
-    os.replace(f"{data}.new", data)
+    new.mkdir()
+    try:
+        output_of(command, child_environment())
+        save_text(new / SOURCE, json.dumps(source, indent=1))
+        os.replace(new, data)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return data
 
 

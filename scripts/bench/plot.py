@@ -7,7 +7,6 @@ the title names the hardware of all that is drawn.
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from results import CONTENDERS, RESULTS, Row, read_rows, together
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from surface_fusion.files import atomic_write
 
 NAMES = (*CONTENDERS, "floor")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
@@ -116,10 +117,9 @@ def draw(rows: Sequence[Row], out: Path) -> None:
             panel.set_ylim(bottom=0)
             panel.set_axisbelow(True)
             panel.grid(axis="y", alpha=0.3)
-    beside = out.with_name(f"new-{out.name}")
-    figure.savefig(beside, dpi=110)
+    with atomic_write(out) as file:
+        figure.savefig(file, format=out.suffix[1:], dpi=110)
     plt.close(figure)
-    os.replace(beside, out)
 
 
 def main() -> None:

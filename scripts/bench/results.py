@@ -73,9 +73,9 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in [*kept, *rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(beside, path)
+    from surface_fusion.files import write_text  # not sooner: importing it changes fairseq, a contender
+
+    write_text(path, text.getvalue())
 
 
 def machine(cpu: bool, device: int | None = None) -> dict[str, str]:

@@ -8,7 +8,6 @@ batches that are collated already.
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 import surface_fusion
+from surface_fusion.files import write_text
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,7 @@ def main() -> None:
     specs, out = map(Path, sys.argv[1:])
     surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
     results = [decode(Spec(**fields)) for fields in json.loads(specs.read_text(encoding="utf-8"))]
-    beside = out.with_name(f"{out.name}.new")
-    beside.write_text(
-        json.dumps([[asdict(done) for done in several] for several in results]), encoding="utf-8"
-    )
-    os.replace(beside, out)
+    write_text(out, json.dumps([[asdict(done) for done in several] for several in results]))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def main() -> None:
     fairseq_cli.train.convert_namespace_to_omegaconf = without_tpu
     sys.argv[1:] = flags
     fairseq_cli.train.cli_main()
-    with open(f"{out}.new", "w", encoding="utf-8") as file:
-        json.dump(clock.record(), file)
-    os.replace(f"{out}.new", out)
+    from surface_fusion.files import write_text  # not sooner: importing it changes fairseq's trainer
+
+    write_text(out, json.dumps(clock.record()))
     sys.stdout.flush()
     os._exit(0)  # torch would wait 5 s for each of fairseq's data workers, whose batches nobody wants
 

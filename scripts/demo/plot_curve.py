@@ -8,13 +8,14 @@ to it.
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from surface_fusion.files import atomic_write
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
@@ -54,9 +55,8 @@ def draw(logs: list[Path], out: Path) -> None:
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set_text(name)
         text.set_parse_math(False)
-    beside = out.with_name(f"new-{out.name}")
-    figure.savefig(beside, dpi=120)
-    os.replace(beside, out)
+    with atomic_write(out) as file:
+        figure.savefig(file, format=out.suffix[1:], dpi=120)
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ The same text gives the same pieces.
 """
 
 import argparse
-import os
+import io
 from pathlib import Path
 
 import sentencepiece
 
+from surface_fusion.files import atomic_write, write_text
 from surface_fusion.text_lines import read_lines
 
 SPLITS = ("train", "valid", "test")
@@ -19,10 +20,10 @@ SPLITS = ("train", "valid", "test")
 
 def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.SentencePieceProcessor:
     """Train a unigram model without special symbols (fairseq's dictionary has its own)."""
-    beside = model.with_suffix(".new")
+    trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         input=[str(text) for text in texts],
-        model_prefix=str(beside),
+        model_writer=trained,
         vocab_size=vocab_size,
         character_coverage=1.0,
         unk_id=0,
@@ -32,18 +33,15 @@ def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.Sent
         num_threads=1,
         minloglevel=2,
     )
-    os.replace(f"{beside}.model", model)
-    os.remove(f"{beside}.vocab")
+    with atomic_write(model) as file:
+        file.write(trained.getvalue())
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, text: Path, out: Path) -> None:
     """Write *text* in pieces to *out*, line by line; a line ends at a line feed and nowhere else."""
     lines = read_lines(text)
-    beside = out.with_name(out.name + ".new")
-    with beside.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str))
-    os.replace(beside, out)
+    write_text(out, "".join(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str)))
 
 
 def main() -> None:

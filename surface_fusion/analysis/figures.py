@@ -3,13 +3,13 @@
 import csv
 import io
 import math
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.files import atomic_write, write_text
 
 LARGEST = 60
 """Width and height of a figure in inches, at most."""
@@ -39,15 +39,13 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
     paths = []
     for suffix in ("png", "svg"):
         path = stem.with_name(f"{stem.name}.{suffix}")
-        beside = path.with_name(f".{path.name}.new")
-        with warnings.catch_warnings():  # a character that the font lacks is a box; the table has it
+        metadata = {"Date": None} if suffix == "svg" else None
+        with warnings.catch_warnings(), atomic_write(path) as file:
+            # A character that the font lacks is drawn as a box; the table has it.
             warnings.filterwarnings(
                 "ignore", r"(?s)(Glyph|Matplotlib currently does not support)", UserWarning
             )
-            figure.savefig(
-                beside, format=suffix, dpi=150, metadata={"Date": None} if suffix == "svg" else None
-            )
-        os.replace(beside, path)
+            figure.savefig(file, format=suffix, dpi=150, metadata=metadata)
         paths.append(path)
     pyplot().close(figure)
     return paths
@@ -63,11 +61,9 @@ def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def save_text(path: Path, text: str) -> Path:
-    """Write *text* beside *path* and rename it."""
+    """Write *text* to *path*, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, text)
     return path
 
 

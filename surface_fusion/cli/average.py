@@ -1,6 +1,5 @@
 """``surface-fusion average``: the mean of several checkpoints' parameters."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 
@@ -9,7 +8,7 @@ import torch
 from surface_fusion import averaging
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.files import atomic_write
 
 SUMMARY = "average the parameters of checkpoints into one"
 
@@ -53,14 +52,7 @@ def run(argv: Sequence[str]) -> None:
         parser.error(f"{args.output} is no file that could be written over; give another name")
     with trusted_checkpoints(args.trust_checkpoint):
         state = averaging.average_checkpoints(paths)
-    beside = f"{args.output}.new"
-    try:
-        torch.save(state, beside)
-        os.replace(beside, args.output)
-    except (OSError, RuntimeError) as error:
-        raise SurfaceFusionError(f"cannot write {args.output}: {error}; give another place") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
+    with atomic_write(args.output) as file:
+        torch.save(state, file)
     size = os.path.getsize(args.output) / 1e6
     print(f"{args.output}: the mean of {len(paths)} checkpoints, {', '.join(paths)} ({size:.1f} MB)")

@@ -19,6 +19,7 @@ import surface_fusion
 from surface_fusion.cli import user_errors
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
+from surface_fusion.cli.whole_results import whole_results
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
@@ -126,6 +127,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
         command = importlib.import_module(f"fairseq_cli.{verb}")
         if verb == "generate":  # whose main is not called by call_main
             changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
+        changes.enter_context(whole_results(verb, command))
         command.cli_main()
 
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.untrusted_files import refusals
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
@@ -95,13 +96,13 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     """
     unsafe = []
     try:
-        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+        state = _load(path)
     except SurfaceFusionError as error:
         if not trust:
             raise
         unsafe.append(str(error))
         with trusted_checkpoints():
-            state = checkpoint_utils.load_checkpoint_to_cpu(path)
+            state = _load(path)
     unsafe += [f"it {refusal}" for refusal in refusals(state)]
     model, cfg = state["model"], state["cfg"].model
     last = state["optimizer_history"][-1]
@@ -121,10 +122,18 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "languages": _languages(state["cfg"].task),
         "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
         "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
+        "not_finite": not_finite(state),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
         "safe_to_load": not unsafe,
         **({"unsafe_because": "; ".join(unsafe)} if unsafe else {}),
     }
+
+
+def _load(path: str) -> Any:
+    try:
+        return checkpoint_utils.load_checkpoint_to_cpu(path)
+    except NotFiniteError as error:
+        return error.state
 
 
 def _metric(cfg: Any) -> str:

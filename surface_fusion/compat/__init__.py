@@ -11,6 +11,7 @@ import functools
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils, language_pair_dataset
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
@@ -19,11 +20,13 @@ from surface_fusion import fast_training, quick_search, quick_trainer, resume
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import explain_missing_data, mend_data_in_parts, skip_overlong_sentences
 from surface_fusion.compat.changed_data import notice_changed_data
+from surface_fusion.compat.checkpoint_integrity import check_loaded_checkpoints
 from surface_fusion.compat.checkpoint_loading import (
     TRUST_VARIABLE,
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
+from surface_fusion.compat.checkpoint_saving import save_whole_checkpoints
 from surface_fusion.compat.data_files import (
     extract_archives_inside,
     index_fasta_without_shell,
@@ -67,6 +70,8 @@ def apply() -> None:
     index_fasta_without_shell()
     read_yaml_safely()
     extract_archives_inside()
+    check_loaded_checkpoints()
+    save_whole_checkpoints()
     explain_missing_data()
     wrap(data_utils, "batch_by_size", keep_last_batch)
     wrap(Trainer, "train_step", leave_out_dummies)
@@ -87,7 +92,10 @@ def apply() -> None:
     wait_for_each_other_in_time()
     start_processes_on_cpus()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
+    wrap(Trainer, "load_checkpoint", resume.with_last_validation)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)
+    wrap(ReduceLROnPlateauLRSchedule, "state_dict", resume.with_bad_epochs)
+    wrap(ReduceLROnPlateauLRSchedule, "load_state_dict", resume.load_bad_epochs)
     wrap(EpochBatchIterator, "state_dict", resume.with_processes)
     wrap(EpochBatchIterator, "load_state_dict", resume.for_these_processes)
     wrap(Trainer, "__init__", say_at_start)

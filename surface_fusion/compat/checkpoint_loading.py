@@ -16,6 +16,7 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 
+from surface_fusion.compat.checkpoint_integrity import DamagedCheckpointError
 from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 
@@ -68,6 +69,8 @@ def explain_bad_checkpoints() -> None:
             raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
         except IsADirectoryError:
             raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
+        except PermissionError:
+            raise SurfaceFusionError(f"checkpoint {path} may not be read; check its permissions") from None
         except SurfaceFusionError:
             raise
         except Exception as error:  # what torch raises on a strange file is anybody's guess
@@ -78,7 +81,7 @@ def explain_bad_checkpoints() -> None:
                     "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
                     f"{TRUST_VARIABLE}=1 (fairseq commands)"
                 ) from error
-            raise SurfaceFusionError(
+            raise DamagedCheckpointError(
                 f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a "
                 "file that fairseq-train wrote"
             ) from error

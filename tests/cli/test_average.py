@@ -1,9 +1,9 @@
 """``surface-fusion average``: which checkpoints, what is said, what is refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.full_disk import files_of_at_most, names
 
 
 def model(path):
@@ -81,11 +81,40 @@ def test_a_folder_is_not_written_over(command, checkpoint, tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(command, checkpoint, tmp_path, monkeypatch):
-    def full(state, path):
-        Path(path).write_bytes(b"half")
+    def full(state, file):
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     result = command("average", checkpoint, "-o", tmp_path / "mean.pt")
-    assert result.status == 2 and "mean.pt: [Errno 28] No space left on device" in result.err
+    assert result.status == 2 and "mean.pt: No space left on device; free space" in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_leaves_the_old_average(command, checkpoint, tmp_path, mean):
+    mean.write_text("old")
+    with files_of_at_most(20_000):
+        result = command("average", checkpoint, "-o", mean)
+    assert result.status == 2 and result.err == (
+        f"surface-fusion average: error: cannot write {mean}: File too large; raise the limit on the size of "
+        "files (ulimit -f)\n"
+    )
+    assert mean.read_text() == "old" and names(tmp_path) == ["mean.pt"]
+
+
+def test_an_input_may_have_any_name(command, checkpoint, tmp_path):
+    """0.1.0 wrote to OUT.new, and removed it."""
+    source = tmp_path / "m.pt.new"
+    source.write_bytes(checkpoint.read_bytes())
+    assert command("average", source, checkpoint, "-o", tmp_path / "m.pt").status == 0
+    assert source.read_bytes() == checkpoint.read_bytes()
+    assert names(tmp_path) == ["m.pt", "m.pt.new"]
+
+
+def test_a_link_beside_the_output_is_not_followed(command, checkpoint, tmp_path):
+    victim, link = tmp_path / "victim", tmp_path / "y.pt.new"
+    victim.write_text("victim")
+    link.symlink_to(victim)
+    assert command("average", checkpoint, "-o", tmp_path / "y.pt").status == 0
+    assert victim.read_text() == "victim" and link.is_symlink()
+    assert model(tmp_path / "y.pt").keys() == model(checkpoint).keys()

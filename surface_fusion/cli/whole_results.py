@@ -1,0 +1,122 @@
+"""What fairseq's ``preprocess`` and ``generate`` write is there when they are done, or not at all."""
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from surface_fusion.files import FULL, WriteError, atomic_write
+
+LOG = "preprocess.log"
+
+
+@contextlib.contextmanager
+def whole_results(verb: str, command: Any) -> Iterator[None]:
+    """For the time being, *command* (a module of ``fairseq_cli``) leaves no half-written files.
+
+    Raises:
+        SurfaceFusionError: what the verb writes cannot be written; the place is as it was before.
+    """
+    if verb == "generate":
+        command.open = _open  # fairseq's main finds it before Python's own
+        try:
+            yield
+        finally:
+            del command.open
+    elif verb == "preprocess":
+        main = command.main
+        command.main = lambda args: _preprocess(main, args, command.logger)
+        raise_exceptions, logging.raiseExceptions = logging.raiseExceptions, False
+        try:
+            yield
+        finally:
+            command.main, logging.raiseExceptions = main, raise_exceptions
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _open(path: str, mode: str, buffering: int, encoding: str) -> Iterator[io.TextIOWrapper]:
+    """What ``fairseq_cli.generate`` opens: the file of ``--results-path``."""
+    with atomic_write(path) as file:
+        text = io.TextIOWrapper(file, encoding=encoding)
+        yield text
+        text.detach()  # flushes; atomic_write closes
+
+
+def _preprocess(main: Callable[[Namespace], None], args: Namespace, logger: logging.Logger) -> None:
+    """``fairseq_cli.preprocess.main`` writes to a new folder in *args.destdir*; then files are moved."""
+    destdir = args.destdir
+    _refuse_other_dictionaries(args)
+    made = not os.path.exists(destdir)
+    os.makedirs(destdir, exist_ok=True)
+    try:
+        args.destdir = tempfile.mkdtemp(prefix=".preprocess.", suffix=".tmp", dir=destdir)
+    except OSError as error:
+        raise WriteError(destdir, error) from error
+    says_where = _NamesFolder(args.destdir, destdir)
+    logger.addFilter(says_where)
+    try:
+        main(args)
+        _close_logs(logger, args.destdir)
+        _move(args.destdir, destdir)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise WriteError(destdir, error) from error
+    finally:
+        logger.removeFilter(says_where)
+        _close_logs(logger, args.destdir)
+        shutil.rmtree(args.destdir, ignore_errors=True)
+        args.destdir = destdir
+        if made:
+            with contextlib.suppress(OSError):  # not empty: it was a success
+                os.rmdir(destdir)
+
+
+def _refuse_other_dictionaries(args: Namespace) -> None:
+    """As fairseq does, which now looks into an empty folder."""
+    languages = [] if args.srcdict else [args.source_lang]
+    languages += [] if args.only_source or args.tgtdict else [args.target_lang]
+    for language in languages:
+        path = os.path.join(args.destdir, f"dict{'' if language is None else f'.{language}'}.txt")
+        if os.path.exists(path):
+            raise FileExistsError(path)
+
+
+def _move(source: str, target: str) -> None:
+    for name in sorted(os.listdir(source)):
+        if name == LOG and os.path.exists(os.path.join(target, LOG)):
+            with open(os.path.join(source, LOG), "rb") as new, open(os.path.join(target, LOG), "ab") as log:
+                shutil.copyfileobj(new, log)
+        else:
+            os.replace(os.path.join(source, name), os.path.join(target, name))
+
+
+def _close_logs(logger: logging.Logger, folder: str) -> None:
+    """fairseq opens a log and never closes it."""
+    prefix = os.path.join(os.path.abspath(folder), "")
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.FileHandler) and handler.baseFilename.startswith(prefix):
+            logger.removeHandler(handler)
+            with contextlib.suppress(OSError):
+                handler.close()
+
+
+class _NamesFolder(logging.Filter):
+    """Names the folder that the user gave in messages that name the new one."""
+
+    def __init__(self, new: str, given: str) -> None:
+        super().__init__()
+        self.new, self.given = new, given
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record."""
+        if isinstance(record.msg, str):
+            record.msg = record.msg.replace(self.new, self.given)
+        return True

@@ -1,0 +1,183 @@
+"""Saving checkpoints: each file is whole or not there, and a full disk is one line."""
+
+import logging
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+from torch import Tensor
+
+from surface_fusion.compat.patching import wrap
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.files import WriteError, atomic_write, remove_abandoned
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""As many as fairseq makes."""
+PAUSE = 2.5
+"""Seconds between two attempts, as in fairseq."""
+
+MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cpu_adam": 2, "adagrad": 1}
+"""How many fp32 numbers an optimizer keeps for each that it trains, at least; others 0."""
+
+
+def save_whole_checkpoints() -> None:
+    """Write checkpoints, and their copies, beside their place and rename them.
+
+    fairseq copies ``checkpoint_best.pt`` and ``checkpoint_last.pt`` in place: a process that is killed
+    meanwhile leaves half a file, at which the next start stops. Where saving fails it waits 5 s, appends
+    its other attempts to what the first has written, and leaves the temporary file behind. It tests
+    ``--save-dir`` by writing and removing a file named ``dummy``, whoever owns that.
+    """
+    wrap(checkpoint_utils, "torch_persistent_save", _save)
+    wrap(PathManager, "copy", _copy)
+    wrap(checkpoint_utils, "verify_checkpoint_directory", _check_folder)
+    wrap(checkpoint_utils, "load_checkpoint", _check_space)
+
+
+def _save(save: Callable[..., None], obj: Any, filename: Any, async_write: bool = False) -> None:
+    """fairseq's ``torch_persistent_save``."""
+    if async_write or not isinstance(filename, str) or not PathManager.supports_rename(filename):
+        save(obj, filename, async_write=async_write)
+        return
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with atomic_write(filename) as file:
+                torch.save(obj, file)
+            return
+        except WriteError as error:
+            if not error.passing or attempt == ATTEMPTS:
+                raise _stopped(error) from error
+            logger.warning(f"{error}; attempt {attempt} of {ATTEMPTS}")
+            time.sleep(PAUSE)
+
+
+def _copy(copy: Callable[..., Any], src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+    """fairseq's ``PathManager.copy``."""
+    if not all(map(PathManager.supports_rename, (src_path, dst_path))):
+        return copy(src_path, dst_path, overwrite=overwrite)
+    try:
+        with open(src_path, "rb") as source, atomic_write(dst_path) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    except WriteError as error:
+        raise _stopped(error) from error
+    return dst_path
+
+
+def _stopped(error: WriteError) -> SurfaceFusionError:
+    return SurfaceFusionError(f"{error}; earlier checkpoints are whole: start again to go on from the last")
+
+
+def _check_folder(check: Callable[[str], None], save_dir: str) -> None:
+    """fairseq's ``verify_checkpoint_directory``; also removes what killed trainings have left.
+
+    Raises:
+        SurfaceFusionError: the folder cannot be made, or nothing can be written to it.
+    """
+    if not PathManager.supports_rename(save_dir):
+        check(save_dir)
+        return
+    try:
+        os.makedirs(save_dir, exist_ok=True)
+        remove_abandoned(save_dir)
+        with atomic_write(os.path.join(save_dir, "checkpoint.pt")) as file:
+            file.write(b"\0")
+            raise _Written
+    except _Written:
+        pass
+    except WriteError as error:
+        raise SurfaceFusionError(f"--save-dir {save_dir}: {error}") from error
+    except OSError as error:
+        raise SurfaceFusionError(
+            f"--save-dir {save_dir}: {error.strerror}; give a folder that checkpoints can be written to"
+        ) from error
+
+
+class _Written(Exception):
+    """Ends a block that is only to show that a file can be written."""
+
+
+def _check_space(
+    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``load_checkpoint``, after which there must be room for the first checkpoints.
+
+    Raises:
+        SurfaceFusionError: there is not, or the process may not write files as large.
+    """
+    result = load_checkpoint(cfg, trainer, *args, **kwargs)
+    if cfg.no_save or not trainer.should_save_checkpoint_on_current_rank or trainer.is_fsdp:
+        return result
+    weights, state = checkpoint_size(trainer)
+    size = weights + state
+    sizes = f"{_in_units(size)} (weights {_in_units(weights)}, optimizer state {_in_units(state)})"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < size:
+        raise SurfaceFusionError(
+            f"a checkpoint of this training takes about {sizes}, but this process may write files of at "
+            f"most {_in_units(limit)}; raise that limit (ulimit -f)"
+        )
+    names = _names_of_a_save(cfg, trainer)
+    old = [name for name in names if os.path.exists(os.path.join(cfg.save_dir, name))]
+    files = len(names) - len(old) + bool(old)  # an old one is there until the new one is whole
+    if os.path.isdir(cfg.save_dir):
+        disk = shutil.disk_usage(cfg.save_dir)
+        if disk.total > 0 and disk.free < files * size:  # some file systems say nothing: 0
+            raise SurfaceFusionError(
+                f"--save-dir {cfg.save_dir} has {_in_units(disk.free)} free, but the first save needs "
+                f"{_in_units(files * size)}: {files} files of about {sizes}; free space, give another "
+                "--save-dir, or write fewer files (--no-epoch-checkpoints, --no-save-optimizer-state)"
+            )
+    return result
+
+
+def checkpoint_size(trainer: Any) -> tuple[int, int]:
+    """About how many bytes the weights and the optimizer's state take in a checkpoint of *trainer*."""
+    model = (
+        trainer.get_model()
+    )  # trainer.model would build the wrapper for several processes, in this one alone
+    tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    # On its way from a GPU each tensor gets memory of its own, and half precision becomes fp32.
+    weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)
+    if not trainer.cuda:
+        memory = {value.data_ptr(): value.numel() * value.element_size() for value in tensors}
+        weights = sum(memory.values())
+    if trainer.cfg.ema.store_ema:
+        weights *= 2
+    if trainer.cfg.checkpoint.no_save_optimizer_state:
+        return weights, 0
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    name = getattr(trainer.cfg.optimizer, "_name", None) or ""
+    numbers = MOMENTS.get(name, 0)
+    if name == "flat_adam" and (trainer.cfg.common.fp16 or trainer.cfg.common.bf16):
+        numbers += 1  # the fp32 copy of the weights
+    return weights, 4 * numbers * trained
+
+
+def _names_of_a_save(cfg: Any, trainer: Any) -> list[str]:
+    """Files of a save besides those that grow in number; at least one is new."""
+    names = []
+    if not cfg.no_epoch_checkpoints or cfg.save_interval_updates > 0:
+        names.append("checkpoint of the next epoch or update")
+    if not trainer.cfg.dataset.disable_validation:
+        names.append(f"checkpoint_best{trainer.checkpoint_suffix}.pt")
+        if cfg.keep_best_checkpoints > 0:
+            names.append("checkpoint of the next best value")
+    if not cfg.no_last_checkpoints:
+        names.append(f"checkpoint_last{trainer.checkpoint_suffix}.pt")
+    return names
+
+
+def _in_units(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -303,6 +303,7 @@ def test_what_is_no_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"net_input": {"src_tokens": torch.ones(2)}}
     batches: list[Any] = [{"nsentences": 1}, {}, {"nsentences": 2}, None, {"nsentences": 3}, batch]
     buffered = BufferedIterator(len(batches) + 1, batches)
+    buffered.fast_training = True
 
     def update(trainer: Any, samples: Any) -> None:
         next_batch.begin_next(lambda trainer, number: None, trainer, 3)
@@ -322,6 +323,7 @@ def test_what_is_no_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     next_batch.use_begun(update, trainer, [next(buffered)])  # the end follows
     assert len(begun) == 1 and not hasattr(trainer, "begun")
     empty = BufferedIterator(2, [])
+    empty.fast_training = True
     next_batch._begin(trainer, empty._queue.queue, 3)
     assert len(begun) == 1
     alive = weakref.ref(buffered)

@@ -60,6 +60,7 @@ def wait() -> None:
 def test_a_batch_is_fetched_when_the_gpu_has_work() -> None:
     source = Source(100)
     batches = BufferedIterator(4, source)
+    batches.fast_training = True
     assert next(batches) == 0
     assert source.settle() == 6  # four in the buffer, one in the thread's hands
     wait()
@@ -81,6 +82,7 @@ def test_where_nobody_trains_batches_come_as_they_are_wanted(monkeypatch: pytest
     for size in (1, 2, 10):
         wait()
         batches, start = BufferedIterator(size, Source(300)), time.monotonic()
+        batches.fast_training = True
         for i in range(300):
             assert next(batches) == i
             time.sleep(0.001)
@@ -94,6 +96,7 @@ def test_where_nobody_trains_batches_come_as_they_are_wanted(monkeypatch: pytest
 def test_several_batches_in_a_row() -> None:
     """As with ``--update-freq``: the thread sees that the buffer is empty before the GPU has work again."""
     batches = BufferedIterator(1, Source(40))
+    batches.fast_training = True
     for i in range(0, 40, 8):
         wait()
         for j in range(8):
@@ -103,10 +106,12 @@ def test_several_batches_in_a_row() -> None:
 
 def test_errors_and_ends_arrive() -> None:
     batches = BufferedIterator(4, Source(2, ValueError("a broken file")))
+    batches.fast_training = True
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="a broken file"):
         next(batches)
     shortened = BufferedIterator(4, Source(9)).take(3)
+    shortened.fast_training = True
     assert list(shortened) == [0, 1, 2]
 
 
@@ -116,6 +121,7 @@ def test_the_iterator_is_what_it_was() -> None:
     source: Any = Source(9)
     source.take = asked.append
     batches = BufferedIterator(4, source)
+    batches.fast_training = True
     assert next(batches) == 0
     batches.take(3)
     assert asked == [3]
@@ -144,6 +150,7 @@ def test_no_batch_is_kept_by_the_thread() -> None:
             return (Batch() for _ in range(self.count))
 
     iterator = BufferedIterator(4, Batches(3))
+    iterator.fast_training = True
     alive = [weakref.ref(batch) for batch in iterator]
     iterator._consumer.join()
     assert [ref() for ref in alive] == [None] * 3

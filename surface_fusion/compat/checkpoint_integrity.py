@@ -242,7 +242,7 @@ def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
     """The first tensor of a checkpoint that holds NaN or infinity, in words; None if there is none.
 
     Reads the parameters and buffers, those of EMA, and with *optimizer* the optimizer's state. Masks, in
-    which infinity has a meaning, are left out.
+    which infinity has a meaning, and buffers that are never initialised are left out.
     """
     parts = {"model": state.get("model")}
     extra = state.get("extra_state")
@@ -252,6 +252,8 @@ def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
         parts["last_optimizer_state"] = state.get("last_optimizer_state")
     for name, tensor in _named_tensors({name: part for name, part in parts.items() if part is not None}):
         if not tensor.is_floating_point() or not tensor.numel() or "mask" in name.lower():
+            continue
+        if name.endswith(UNINITIALISED):
             continue
         # Four times as quick as isfinite; NaN is both the smallest and the largest.
         if not all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach())):
@@ -265,6 +267,9 @@ def _in_words(name: str, tensor: Tensor) -> str:
     value = float(tensor[tuple(place)])
     return f"{name} is not finite ({value} at {place}, {int(wrong.sum()):,} of {tensor.numel():,} values)"
 
+
+UNINITIALISED = "_float_tensor"
+"""fairseq's marker of a device in sinusoidal positions: ``torch.FloatTensor(1)``, whatever was in memory."""
 
 OPTIMIZER_STATE = "optimizer state "
 _KINDS = {

@@ -244,6 +244,12 @@ def test_a_mask_may_hold_infinity() -> None:
     assert not_finite({"model": {"decoder.attn_mask": torch.tensor([0.0, float("-inf")])}}) is None
 
 
+def test_a_buffer_that_fairseq_never_initialises_may_hold_anything() -> None:
+    """As in the checkpoint of the published code in ``tests/reference_checkpoint``."""
+    name = "encoder.embed_positions._float_tensor"
+    assert not_finite({"model": {name: torch.tensor([float("nan")])}}) is None
+
+
 def test_the_moving_average_is_read() -> None:
     state = {"model": {}, "extra_state": {"ema": {"w": torch.tensor(float("inf"))}}}
     assert not_finite(state) == "EMA parameter w is not finite (inf at [], 1 of 1 values)"

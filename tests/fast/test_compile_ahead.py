@@ -96,8 +96,22 @@ def test_a_child_collects_no_garbage() -> None:
     assert child.exitcode == 0 and gc.isenabled()
 
 
+def forget_compiled_kernels() -> None:
+    """Empty the in-memory caches of kernels that other tests of this process have compiled."""
+    from triton.runtime import JITFunction
+
+    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
+
+    for kernels in (attention_kernels, elementwise_kernels, softmax_kernels):
+        for kernel in vars(kernels).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
+
+
 @pytest.mark.skipif(not INSTALLED or INTERPRETED, reason="needs Triton's compiler")
-def test_what_is_compiled_does_not_hang_on_the_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_compiled_does_not_depend_on_the_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A kernel's key in Triton's cache did, so this process compiled one again."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver
@@ -105,6 +119,7 @@ def test_what_is_compiled_does_not_hang_on_the_order(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "CudaLauncher", lambda src, metadata: None)  # needs CUDA's library
     monkeypatch.setattr(driver, "CudaUtils", dict)
+    forget_compiled_kernels()
     jobs = kernel_calls(shaken(*MODELS["plain"]), 0.1, torch.float16, torch.device("cpu"))
 
     def compiled_by(jobs: list[Callable[[], object]]) -> set[Path]:
@@ -123,14 +138,9 @@ def test_what_is_compiled_does_not_hang_on_the_order(monkeypatch: pytest.MonkeyP
 def test_children_compile_what_this_process_needs(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from triton.runtime import JITFunction, driver
+    from triton.runtime import driver
 
-    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
-
-    for kernels in (attention_kernels, elementwise_kernels, softmax_kernels):
-        for kernel in vars(kernels).values():
-            if isinstance(kernel, JITFunction):
-                kernel.device_caches.clear()  # of what the other tests needed
+    forget_compiled_kernels()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     what = shaken(*MODELS[name]), 0.1, torch.float16
     for child in fork(kernel_calls(*what, torch.device("cpu")), driver.active.get_current_target()):

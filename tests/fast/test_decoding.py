@@ -188,11 +188,12 @@ def translate(models: list[Any], sample: dict[str, Any], beam: int, **kwargs: An
 
 
 def assert_same_translations(mine: list[list[dict]], theirs: list[list[dict]]) -> None:
+    """On any device: our search gives hypotheses on the CPU, fairseq's where the model is."""
     for a, b in zip(mine, theirs, strict=True):
         assert [h["tokens"].tolist() for h in a] == [h["tokens"].tolist() for h in b]
         for x, y in zip(a, b, strict=True):
             for name in ("score", "positional_scores", "attention"):
-                torch.testing.assert_close(x[name], y[name], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(x[name].cpu(), y[name].cpu(), atol=1e-5, rtol=1e-5)
 
 
 SEARCHES: dict[str, dict[str, Any]] = {

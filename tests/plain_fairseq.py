@@ -1,6 +1,6 @@
 """Run in a process of its own, without surface-fusion: which of fairseq's troubles are still there?
 
-Prints one JSON object, trouble -> true while ``surface_fusion/compat.py`` has to mend it.
+Prints one JSON object, trouble -> true while ``surface_fusion/compat`` has to mend it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What compat.py mends works, and is still broken in fairseq itself."""
+"""What compat repairs works, and is still broken in fairseq itself."""
 
 import argparse
 import collections
@@ -74,7 +74,7 @@ def plain_fairseq() -> dict[str, bool]:
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_fairseq_still_needs_it(plain_fairseq: dict[str, bool], trouble: str) -> None:
-    assert plain_fairseq[trouble], f"fairseq mended {trouble}: take it out of compat.py"
+    assert plain_fairseq[trouble], f"fairseq mended {trouble}: take its repair out of compat"
 
 
 def test_every_patch_is_watched(plain_fairseq: dict[str, bool]) -> None:

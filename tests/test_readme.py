@@ -46,6 +46,11 @@ def test_every_script_is_there(script: str) -> None:
     assert script.endswith(".py") or (ROOT / script).stat().st_mode & 0o100
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert not re.search(r"@[A-Z]+@", page.read_text(encoding="utf-8"))
+
+
 def test_the_readme_is_one_page() -> None:
     readme = TEXT[ROOT / "README.md"]
     assert len(readme.splitlines()) <= 200

@@ -1,0 +1,74 @@
+"""Table ``commits``: the speed of a training step in several checkouts, measured in turn on one machine.
+
+    git worktree add ../before COMMIT
+    python scripts/bench/commits.py before=../before after=. --repeat 3
+
+Each round runs ``scaling.py --contender fast`` of every checkout once, in a process of its own, so that a
+machine that becomes slower or faster meets all of them alike. Random text, so no data is needed. ``tok/s`` is
+the median over rounds of target tokens per second.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from results import Run, add_common_flags, positive, read_rows, settle_common_flags
+
+
+def checkout(text: str) -> tuple[str, Path]:
+    """NAME=FOLDER of the command line."""
+    name, _, folder = text.partition("=")
+    path = Path(folder).resolve()
+    if not name or not (path / "scripts/bench/scaling.py").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text}: give NAME=FOLDER, where FOLDER has scripts/bench/scaling.py"
+        )
+    return name, path
+
+
+def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Target tokens per second of the checkout in *folder*, by setting."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        out = Path(temporary, "scaling.csv")
+        command = [sys.executable, folder / "scripts/bench/scaling.py", "--contender", "fast", "-o", out]
+        command += ["--max-tokens", *map(str, args.max_tokens), "--vocab", "--layers", "--dtype", *args.dtype]
+        command += [flag for flag in ("--quick", "--cpu") if getattr(args, flag[2:])]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        return {row.setting: row.value for row in read_rows(out) if row.unit == "tok/s"}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", type=checkout, nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--max-tokens", type=positive, nargs="+", metavar="N", default=[2048, 16384])
+    parser.add_argument("--repeat", type=positive, metavar="N", default=3, help="rounds; default: 3")
+    add_common_flags(parser, "commits", contenders=())
+    args = parser.parse_args()
+    settle_common_flags(args, "commits")
+
+    run = Run("commits", args.out, args.cpu)
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for _ in range(args.repeat):
+        for name, folder in args.checkouts:
+            for setting, speed in measure(folder, args).items():
+                speeds.setdefault((setting, name), []).append(speed)
+    first = args.checkouts[0][0]
+    for (setting, name), values in sorted(speeds.items()):
+        median = statistics.median(values)
+        run.add(
+            "commits", name, {"repeat": args.repeat, "setting": setting.replace(";", " ")}, median, "tok/s"
+        )
+        ratio = median / statistics.median(speeds[setting, first])
+        print(f"{name} / {first}: {ratio:.3f}   ({', '.join(f'{value:,.0f}' for value in values)})")
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,8 @@ def again_and_again(batches: Sequence[Any], passes: int) -> Iterator[list[Any]]:
 
     There the plugin finds an update's batch before its turn.
     """
-    buffered = BufferedIterator(len(batches), list(batches) * passes)
+    buffered: Any = BufferedIterator(len(batches), list(batches) * passes)
+    buffered.fast_training = True  # as that of a training; other trainers do not ask
     return iter(GroupedIterator(CountingIterator(buffered), 1))
 
 

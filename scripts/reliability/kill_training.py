@@ -426,6 +426,8 @@ def main() -> int:
         "--work", type=Path, metavar="DIR", help="where trainings are kept; default: a new folder"
     )
     args = parser.parse_args()
+    if args.work is not None:
+        args.work.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="kill-training-", dir=args.work))
     try:
         run(args, work)

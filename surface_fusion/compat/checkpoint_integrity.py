@@ -29,9 +29,12 @@ from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_NAME = re.compile(r"checkpoint.*\.pt")
+CHECKPOINT_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.+_[-.\d]+)\.pt")
+"""What a training writes; other names are of averages and copies."""
 LAST = "checkpoint_last.pt"
 """fairseq's default of ``--restore-file``."""
+NO_VALUES = re.compile(r"mask|\._float_tensor$", re.IGNORECASE)
+"""Masks, in which infinity has a meaning, and memory that fairseq never sets nor reads."""
 NAMED = 2
 """How many parameters an error names."""
 
@@ -92,11 +95,29 @@ def _load_for_training(
     """fairseq's ``Trainer.load_checkpoint``; only the default ``--restore-file`` may be replaced."""
     cfg = trainer.cfg.checkpoint
     default = cfg.restore_file == LAST and filename == os.path.join(cfg.save_dir, LAST)
+    if default and not os.path.exists(filename):
+        _warn_of_others(cfg.save_dir)
     token = _resume.set(_Resume(cfg.save_dir if default else None, not reset_optimizer))
     try:
         return load_checkpoint(trainer, filename, reset_optimizer, *args, **kwargs)
     finally:
         _resume.reset(token)
+
+
+def _warn_of_others(folder: str) -> None:
+    """Say that a training starts anew in a folder that holds checkpoints, as fairseq does in silence."""
+    others = _checkpoints_in(folder) if os.path.isdir(folder) else []
+    if others:
+        newest = max(others, key=os.path.getmtime)
+        logger.warning(
+            f"{folder} has no {LAST}: training starts from the beginning and writes over checkpoints there; "
+            f"to go on, add --restore-file {newest}"
+        )
+
+
+def _checkpoints_in(folder: str) -> list[str]:
+    names = [name for name in os.listdir(folder) if CHECKPOINT_NAME.fullmatch(name)]
+    return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
 
 def _load_whole(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +155,7 @@ def _newest_whole(
     load: Callable[..., Any], folder: str, damaged: str, damage: Exception, *args: Any, **kwargs: Any
 ) -> tuple[str, Any]:
     """The whole checkpoint of *folder* with the most updates, and its content."""
-    names = [name for name in os.listdir(folder) if CHECKPOINT_NAME.fullmatch(name)]
-    others = [os.path.join(folder, name) for name in names if name != os.path.basename(damaged)]
+    others = [path for path in _checkpoints_in(folder) if path != damaged]
     updates = {path: count for path in others if (count := _updates(path)) is not None}
     for path in sorted(updates, key=lambda path: (updates[path], os.path.getmtime(path)), reverse=True):
         try:
@@ -241,8 +261,8 @@ def _checksum_of(tensor: Tensor) -> int:
 def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
     """The first tensor of a checkpoint that holds NaN or infinity, in words; None if there is none.
 
-    Reads the parameters and buffers, those of EMA, and with *optimizer* the optimizer's state. Masks, in
-    which infinity has a meaning, and buffers that are never initialised are left out.
+    Reads the parameters and buffers, those of EMA, and with *optimizer* the optimizer's state. Left out
+    are :data:`NO_VALUES`.
     """
     parts = {"model": state.get("model")}
     extra = state.get("extra_state")
@@ -251,14 +271,22 @@ def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
     if optimizer:
         parts["last_optimizer_state"] = state.get("last_optimizer_state")
     for name, tensor in _named_tensors({name: part for name, part in parts.items() if part is not None}):
-        if not tensor.is_floating_point() or not tensor.numel() or "mask" in name.lower():
+        if not tensor.is_floating_point() or not tensor.numel() or NO_VALUES.search(name):
             continue
-        if name.endswith(UNINITIALISED):
-            continue
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            continue  # no parameter of fairseq's
+        values = _each_once(tensor.detach())
         # Four times as quick as isfinite; NaN is both the smallest and the largest.
-        if not all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach())):
-            return _in_words(name, tensor.detach())
+        if not all(math.isfinite(bound) for bound in torch.aminmax(values)):
+            return _in_words(name, values)
     return None
+
+
+def _each_once(tensor: Tensor) -> Tensor:
+    """*tensor*, or its memory where that is smaller: one number can stand for terabytes (``expand``)."""
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        tensor = torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no float8
 
 
 def _in_words(name: str, tensor: Tensor) -> str:
@@ -267,9 +295,6 @@ def _in_words(name: str, tensor: Tensor) -> str:
     value = float(tensor[tuple(place)])
     return f"{name} is not finite ({value} at {place}, {int(wrong.sum()):,} of {tensor.numel():,} values)"
 
-
-UNINITIALISED = "_float_tensor"
-"""fairseq's marker of a device in sinusoidal positions: ``torch.FloatTensor(1)``, whatever was in memory."""
 
 OPTIMIZER_STATE = "optimizer state "
 _KINDS = {

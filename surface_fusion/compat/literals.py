@@ -39,6 +39,9 @@ LONGEST = 1_000_000
 MOST_ITEMS = 10_000
 """Items that ``+`` and ``*`` may make: ``[(512, 3)] * 20`` is short for 60 numbers."""
 
+MOST_OPERATIONS = 100
+"""Of ``+``, ``-``, ``*`` and ``/`` in one text; each may copy ``MOST_ITEMS`` items."""
+
 LARGEST = 2**63
 """Bound of the numbers that ``+``, ``-``, ``*`` and ``/`` may make."""
 
@@ -57,7 +60,8 @@ def literal(text: str) -> Any:
     ``/`` of numbers. Nothing is called and no name is looked up.
 
     Raises:
-        NoLiteralError: *text* holds anything else, or stands for more than ``MOST_ITEMS`` items.
+        NoLiteralError: *text* holds anything else, or takes more than ``MOST_ITEMS`` items or
+            ``MOST_OPERATIONS`` operations.
         TypeError: *text* is not a string, as ``eval`` does.
     """
     if not isinstance(text, str):
@@ -65,7 +69,10 @@ def literal(text: str) -> Any:
     if len(text) > LONGEST:
         raise NoLiteralError(text, f"longer than {LONGEST} characters")
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
+        tree = ast.parse(text.strip(), mode="eval")
+        if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > MOST_OPERATIONS:
+            raise _NoLiteral(f"more than {MOST_OPERATIONS} operations")
+        return _value(tree.body)
     except _NoLiteral as reason:
         raise NoLiteralError(text, str(reason)) from None
     except (ArithmeticError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:

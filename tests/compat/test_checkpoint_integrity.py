@@ -16,7 +16,7 @@ from fairseq import checkpoint_utils
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
-from surface_fusion.compat.checkpoint_integrity import check_records, not_finite
+from surface_fusion.compat.checkpoint_integrity import CHECKPOINT_NAME, check_records, not_finite
 from surface_fusion.model import SurfaceFusionModel
 from tests.small_training import TRAIN
 
@@ -244,10 +244,28 @@ def test_a_mask_may_hold_infinity() -> None:
     assert not_finite({"model": {"decoder.attn_mask": torch.tensor([0.0, float("-inf")])}}) is None
 
 
-def test_a_buffer_that_fairseq_never_initialises_may_hold_anything() -> None:
-    """As in the checkpoint of the published code in ``tests/reference_checkpoint``."""
-    name = "encoder.embed_positions._float_tensor"
-    assert not_finite({"model": {name: torch.tensor([float("nan")])}}) is None
+@pytest.mark.parametrize("module", ["encoder.embed_positions", "decoder.adaptive_softmax"])
+def test_memory_that_fairseq_never_sets_may_hold_anything(module: str) -> None:
+    """``_float_tensor`` is ``torch.FloatTensor(1)``: what was in that memory."""
+    assert not_finite({"model": {f"{module}._float_tensor": torch.tensor([float("nan")])}}) is None
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_one_number_that_stands_for_terabytes_is_read_once(value: float) -> None:
+    found = not_finite({"model": {"w": torch.full((1,), value).expand(2**20, 2**21)}})
+    assert found == (None if value == 0 else "parameter w is not finite (nan at [0], 1 of 1 values)")
+
+
+def test_numbers_of_8_bits_are_read() -> None:
+    tensor = torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)
+    assert not_finite({"model": {"w": tensor}}) is None
+    tensor = torch.tensor([1.0, float("nan")]).to(torch.float8_e5m2)
+    assert not_finite({"model": {"w": tensor}}) == "parameter w is not finite (nan at [1], 1 of 2 values)"
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
+def test_tensors_of_other_layouts_are_left_to_the_model(tensor: torch.Tensor) -> None:
+    assert not_finite({"model": {"w": tensor}}) is None
 
 
 def test_the_moving_average_is_read() -> None:
@@ -307,6 +325,49 @@ def test_a_damaged_last_checkpoint_is_passed_over(
     assert same(states[0]["model"], states[1]["model"])
     assert same(states[0]["last_optimizer_state"], states[1]["last_optimizer_state"])
     assert states[0]["optimizer_history"][-1]["num_updates"] == 8
+
+
+def test_a_training_does_not_go_on_from_a_file_that_no_training_writes(
+    data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script average_checkpoints.py of fairseq keeps the rest of a training's last checkpoint."""
+    folder = tmp_path / "a"
+    shutil.copytree(trained, folder)
+    damage(folder / "checkpoint_last.pt", "truncated")
+    mean = torch.load(folder / "checkpoint_1_6.pt")
+    for value in mean["model"].values():
+        value.zero_()
+    torch.save(mean, folder / "checkpoint_avg.pt")
+    caplog.set_level(logging.INFO)
+    assert train(data, folder, "--max-update", 8) == 0
+    assert f"going on from {folder}/checkpoint_1_6.pt (6 updates)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "resumed"),
+    [
+        *((name, True) for name in ("checkpoint3.pt", "checkpoint_3_40.pt", "checkpoint_best.pt")),
+        *((name, True) for name in ("checkpoint_last.pt", "checkpoint.best_loss_-9.3101.pt")),
+        *((name, False) for name in ("checkpoint_avg.pt", "checkpoint_mean.pt", "checkpoint_last-shard0.pt")),
+    ],
+)
+def test_names_that_a_training_writes(name: str, resumed: bool) -> None:
+    assert bool(CHECKPOINT_NAME.fullmatch(name)) == resumed
+
+
+def test_a_training_that_starts_anew_beside_checkpoints_says_so(
+    data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(trained, folder)
+    (folder / "checkpoint_last.pt").unlink()
+    caplog.set_level(logging.INFO)
+    assert train(data, folder, "--max-update", 2) == 0
+    said = [m for m in caplog.messages if "has no checkpoint_last.pt" in m]
+    assert len(said) == 1 and f"to go on, add --restore-file {folder}/checkpoint" in said[0]
+    caplog.clear()
+    assert train(data, tmp_path / "new", "--max-update", 2) == 0
+    assert "has no checkpoint_last.pt" not in caplog.text
 
 
 def test_without_a_whole_one_the_start_is_refused(

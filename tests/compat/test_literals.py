@@ -68,6 +68,8 @@ def test_literals_have_their_value(text: str, value: object) -> None:
         ("[0] * 1000000000", "more than 10000 items"),
         ("[[[0] * 100] * 100] * 100", "more than 10000 items"),
         ("[[]] * 10000000", "more than 10000 items"),
+        ("+".join(["[1]"] * 200), "more than 100 operations"),
+        ("[" + ",".join(["+".join(["[1]"] * 900)] * 270) + "]", "more than 100 operations"),
         ("9223372036854775807 * 9", "a number of more than 63 bits"),
         ("1 / 0", "ZeroDivisionError"),
         ("{[]: 1}", "TypeError"),

@@ -29,7 +29,8 @@ def refuse_unknown(
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
     if arg_overrides and name.startswith("transformer_surface_fusion"):
-        known = {*_names(state["cfg"]), "generation_args"}  # fairseq's hub keeps that one to itself
+        # fairseq's hub keeps generation_args to itself; arch is in no dataclass.
+        known = {*_names(state["cfg"]), "generation_args", "arch"}
         for key in arg_overrides:
             if key not in known:
                 raise unknown_setting(f"override {key!r} of {path} is no setting of its model", key, known)

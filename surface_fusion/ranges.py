@@ -95,7 +95,8 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         distributed_rank distributed_num_procs pipeline_chunks
         beam_mt max_len_b max_len_b_mt min_len prefix_size no_repeat_ngram_size buffer_size
         iter_decode_max_iter iter_decode_with_beam
-        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt padding_factor""",
+        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt
+        padding_factor""",
     ),
     (
         COUNT_OR_OFF,

@@ -125,3 +125,7 @@ def test_settings_of_the_generation(hub: TranslationHub, alone: list[str]) -> No
     given = load(generation_args={"lenpen": 0.5}, nbest=2)
     assert given.cfg.generation.lenpen == 0.5
     assert len(given.translate(LINES[0], beam=4)) == 2
+
+
+def test_the_architecture_may_be_named(alone: list[str]) -> None:
+    assert load(arch="transformer_surface_fusion").translate(LINES, beam=4) == alone

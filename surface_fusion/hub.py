@@ -1,21 +1,28 @@
 """A loaded translation model: what ``SurfaceFusionModel.from_pretrained`` returns."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any, Optional, Union
 
 import torch
 from fairseq import utils
 from fairseq.data import LanguagePairDataset
+from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
 from omegaconf import open_dict
 from torch import Tensor
 
 from surface_fusion.compat.hub import fitting, in_order, source_limit
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.overrides import unknown_setting
+from surface_fusion.ranges import check_ranges
 
 MAX_TOKENS = 12000
 """Tokens of a batch, as ``generate`` has by default."""
+
+OF_GENERATE = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
+"""Keywords of fairseq's ``generate`` that are no settings of the search."""
 
 Hypothesis = dict[str, Any]
 
@@ -46,7 +53,8 @@ class TranslationHub(GeneratorHubInterface):
             a single string its translation alone, or its list.
 
         Raises:
-            SurfaceFusionError: *nbest* is less than 1 or more than *beam*.
+            SurfaceFusionError: *nbest* is less than 1 or more than *beam*, or a setting is unknown or out of
+                its range.
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
@@ -58,7 +66,7 @@ class TranslationHub(GeneratorHubInterface):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
         found = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
         lists = [[self.decode(each["tokens"]) for each in hypotheses] for hypotheses in found]
-        nbest = kwargs.get("nbest", self.cfg.generation.nbest)
+        nbest = kwargs.get("nbest") or self.cfg.generation.nbest
         return [texts[:nbest] if nbest > 1 else texts[0] for texts in lists]
 
     def generate(
@@ -84,8 +92,9 @@ class TranslationHub(GeneratorHubInterface):
             A list for each row, the best hypothesis first; for a single row its list alone.
 
         Raises:
-            SurfaceFusionError: *nbest* is less than 1 or more than *beam*.
+            SurfaceFusionError: as :meth:`translate`.
         """
+        _check_settings({"beam": beam, **kwargs}, OF_GENERATE)
         if nbest is not None and not 1 <= nbest <= beam:
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
@@ -119,8 +128,10 @@ class TranslationHub(GeneratorHubInterface):
             has no token but ``</s>`` and the score -inf. For a single string its hypothesis alone.
 
         Raises:
-            SurfaceFusionError: the numbers of sentences and translations differ.
+            SurfaceFusionError: the numbers of sentences and translations differ, or a setting is unknown or
+                out of its range.
         """
+        _check_settings(kwargs)
         if isinstance(sentences, str):
             pair = [translations] if isinstance(translations, str) else translations
             return self.score([sentences], pair, **kwargs)[0]
@@ -172,3 +183,11 @@ class TranslationHub(GeneratorHubInterface):
             scored = self.task.inference_step(scorer, self.models, batch)
             found.update(zip(batch["id"].tolist(), scored, strict=True))
         return [found[i] for i in range(len(source))]
+
+
+def _check_settings(given: dict[str, Any], others: Iterable[str] = ()) -> None:
+    known = {*(f.name for f in fields(GenerationConfig)), *others}
+    for name in given:
+        if name not in known:
+            raise unknown_setting(f"{name} is no setting of the generation", name, known)
+    check_ranges(given)

@@ -29,13 +29,18 @@ def refuse_unknown(
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
     if arg_overrides and name.startswith("transformer_surface_fusion"):
-        known = set(_names(state["cfg"]))
+        # fairseq's hub keeps generation_args to itself; arch is in no dataclass.
+        known = {*_names(state["cfg"]), "generation_args", "arch"}
         for key in arg_overrides:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                advice = f"did you mean {near[0]}?" if near else "take it out"
-                raise SurfaceFusionError(f"override {key!r} of {path} is no setting of its model; {advice}")
+                raise unknown_setting(f"override {key!r} of {path} is no setting of its model", key, known)
     return state
+
+
+def unknown_setting(fault: str, name: Any, known: Iterable[str]) -> SurfaceFusionError:
+    """The error that says *fault*, with what in *known* is near to *name*."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return SurfaceFusionError(f"{fault}; " + (f"did you mean {near[0]}?" if near else "take it out"))
 
 
 def _names(cfg: DictConfig) -> Iterator[str]:

@@ -59,7 +59,8 @@ COUNT_OR_OFF = Range(0, also=(-1,))
 POSITIVE = Range(0, over=True)
 NOT_NEGATIVE = Range(0)
 FINITE = Range()
-SEED = Range(0, 2**32 - 1, fault="is no seed: give an integer from 0 to 4294967295")
+SEED = Range(0, 4_000_000_000, fault="is no seed: give an integer from 0 to 4000000000")
+"""numpy's end at 2^32 - 1, and the number of the epoch is added to them."""
 
 _GROUPS: tuple[tuple[Range, str], ...] = (
     (
@@ -67,9 +68,9 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         """
         dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout ta_dropout
         source_word_dropout target_word_dropout encoder_layerdrop decoder_layerdrop
-        quant_noise_pq quant_noise_scalar label_smoothing""",
+        quant_noise_pq label_smoothing""",
     ),
-    (SHARE, "slowmo_momentum ema_decay block_momentum"),
+    (SHARE, "slowmo_momentum ema_decay block_momentum quant_noise_scalar"),
     (
         COUNT,
         """
@@ -81,7 +82,7 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         num_shards distributed_world_size nprocs_per_node
         all_gather_list_size model_parallel_size bucket_cap_mb localsgd_frequency checkpoint_shard_count
         fp16_scale_window amp_scale_window beam nbest
-        ema_update_freq global_sync_iter workers padding_factor softmax_batch
+        ema_update_freq global_sync_iter workers softmax_batch
         total_num_update""",
     ),
     (
@@ -94,7 +95,8 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         distributed_rank distributed_num_procs pipeline_chunks
         beam_mt max_len_b max_len_b_mt min_len prefix_size no_repeat_ngram_size buffer_size
         iter_decode_max_iter iter_decode_with_beam
-        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt""",
+        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt
+        padding_factor""",
     ),
     (
         COUNT_OR_OFF,
@@ -110,10 +112,10 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     (
         NOT_NEGATIVE,
         """
-        lr end_learning_rate weight_decay clip_norm stop_time_hours
+        lr end_learning_rate weight_decay stop_time_hours
         fp16_scale_tolerance max_len_a max_len_a_mt diverse_beam_strength""",
     ),
-    (Range(0, also=(-1,), over=True), "heartbeat_timeout"),
+    (Range(0, also=(-1,)), "heartbeat_timeout clip_norm"),
     (Range(1, also=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
     (Range(0, 1, over=True, also=(-1,)), "sampling_topp"),
     (

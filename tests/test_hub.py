@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,32 @@ def test_scores_of_given_translations(hub: TranslationHub) -> None:
     for translations in (None, texts[:2], texts[0]):
         with pytest.raises(SurfaceFusionError, match=r"score: 3 sentences but \d translations; give one"):
             hub.score(LINES, translations)
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        ({"lenpenn": 2.0}, "lenpenn is no setting of the generation; did you mean lenpen?"),
+        ({"beam": 0}, "--beam 0: give a number of at least 1"),
+        ({"temperature": 0}, "--temperature 0: give a number above 0"),
+        ({"lenpen": math.nan}, "--lenpen nan: give a finite number"),
+    ],
+)
+def test_settings_that_are_none_are_refused(hub: TranslationHub, settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=re.escape(line)):
+        hub.translate(LINES, **settings)
+    if "beam" not in settings:
+        with pytest.raises(SurfaceFusionError, match=re.escape(line)):
+            hub.score(LINES, LINES, **settings)
+
+
+def test_settings_of_the_generation(hub: TranslationHub, alone: list[str]) -> None:
+    """Those of fairseq's ``generate``, and those that its hub takes on loading."""
+    assert hub.translate(LINES, beam=4, nbest=None, skip_invalid_size_inputs=True, lenpen=1.0) == alone
+    given = load(generation_args={"lenpen": 0.5}, nbest=2)
+    assert given.cfg.generation.lenpen == 0.5
+    assert len(given.translate(LINES[0], beam=4)) == 2
+
+
+def test_the_architecture_may_be_named(alone: list[str]) -> None:
+    assert load(arch="transformer_surface_fusion").translate(LINES, beam=4) == alone

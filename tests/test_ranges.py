@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fairseq import options
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
+from fairseq.data.data_utils import numpy_seed
 from fairseq.dataclass import configs
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
@@ -103,6 +104,29 @@ def test_what_lies_inside_is_not(name: str) -> None:
         check_ranges({name: value})
     check_ranges({name: None})
     check_ranges({name: "text"})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("quant_noise_scalar", 1),  # quantisation-aware training
+        ("clip_norm", -1),
+        ("heartbeat_timeout", 0),
+        ("padding_factor", 0),
+        ("max_update", 0),
+        ("patience", -1),
+    ],
+)
+def test_what_fairseq_takes_for_off_or_always_is_taken(name: str, value: float) -> None:
+    check_ranges({name: value})
+
+
+def test_seeds_leave_room_for_the_number_of_the_epoch() -> None:
+    """Which fairseq adds to the seed that it gives to numpy."""
+    with numpy_seed(int(RANGES["seed"].high) + 10**6):
+        pass
+    with pytest.raises(SurfaceFusionError, match="--seed 4294967295 is no seed"):
+        check_ranges({"seed": 2**32 - 1})
 
 
 FLAGS = [

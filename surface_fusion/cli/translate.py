@@ -1,5 +1,6 @@
 """``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
 
+import io
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,10 @@ def run(argv: Sequence[str]) -> None:
         parser.error(f"-o {args.out} is a file; give a folder")
     if sys.stdin is None:
         raise SurfaceFusionError("standard input is closed; give the text there, as in: < TEXT")
+    if sys.stdout is None:
+        raise SurfaceFusionError("standard output is closed; the translations go there, as in: > FILE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as the text that is read, whatever the locale
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)

@@ -14,6 +14,7 @@ from torch import Tensor
 from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, source_limit
 from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.compat.shards import refuse_shards
+from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.text_lines import typed_lines
 
 
@@ -32,6 +33,8 @@ def answer_each_line() -> None:
     """
 
     def buffered_read(original: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
+        if input == "-" and sys.stdin is None:
+            raise SurfaceFusionError("standard input is closed; give the text there, or --input FILE")
         with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
             lines = _Lines()
             for line in typed_lines(stream):

@@ -1,6 +1,7 @@
 """``surface-fusion translate``: raw lines in, plain lines out, one for one, whatever the lines are."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -144,6 +145,23 @@ def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     made = {path.name for path in (tmp_path / "3").iterdir()}
     assert {"branches.csv", "align_surface.png", "align_decoder.svg"} <= made
+
+
+def test_the_translation_is_utf_8_in_any_locale(folder: Path) -> None:
+    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    text = b"Tom is here.\n"
+    done = subprocess.run(
+        [*command, "--explain"], input=text, env=environment, capture_output=True, check=True
+    )
+    assert "\u2581" in done.stdout.decode("utf-8")  # in the table of tokens
+
+
+def test_a_closed_output_is_named(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tom is here.\n"))
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["translate", str(folder), "--cpu"]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_out_is_for_explanations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def refused(command):
         (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0 is no probability below 1"),
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
         (("--update-freq", 0), "--update-freq 0: give a number of at least 1"),
-        (("--seed", -1), "--seed -1 is no seed: give an integer from 0 to 4294967295"),
+        (("--seed", -1), "--seed -1 is no seed: give an integer from 0 to 4000000000"),
         (("--encoder-embed-dim", 3, "--encoder-attention-heads", 1), "--encoder-embed-dim 3 is too narrow"),
         (
             ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from surface_fusion.cli.main import main
+
 REFERENCE = Path(__file__).parents[1] / "reference_checkpoint"
 LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse " * 700, "a horse"]
 
@@ -25,3 +29,10 @@ def test_a_hypothesis_for_each_line(user_dir: Path) -> None:
     assert len(re.findall(r"^[DP]-", printed, re.MULTILINE)) == 2 * len(found)
     assert "line 4 has 1501 subwords, the model takes 1024; its translation is left empty" in said
     assert "line 5 has 701 subwords, --max-tokens allows 600; its translation is left empty" in said
+
+
+def test_a_closed_input_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    flags = ("--path", REFERENCE / "checkpoint_best.pt", "--cpu", "--beam", "1")
+    assert main(["interactive", str(REFERENCE / "data-bin"), *map(str, flags)]) == 2
+    assert "standard input is closed; give the text there, or --input FILE" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.groups import group_parameters
 from surface_fusion.hub import MAX_TOKENS, TranslationHub
+from surface_fusion.module_tree import ModuleTree
 from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
@@ -28,6 +29,10 @@ class SurfaceFusionModel(TransformerModelBase):
 
     Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
+
+    def __init__(self, cfg: Any, encoder: Any, decoder: Any) -> None:
+        super().__init__(cfg, encoder, decoder)
+        self.module_tree = ModuleTree(SurfaceFusionModel.train, SurfaceFusionDecoder.train)
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -95,6 +100,19 @@ class SurfaceFusionModel(TransformerModelBase):
         settings.batch_size = kwargs.get("batch_size")
         settings.max_tokens = kwargs.get("max_tokens", MAX_TOKENS if settings.batch_size is None else None)
         return TranslationHub(loaded["args"], loaded["task"], loaded["models"])
+
+    def train(self, mode: bool = True) -> "SurfaceFusionModel":
+        """As torch's; without ``--sf-plain``, nothing is walked where all modules are in *mode* already."""
+        if self.cfg.sf_plain or not self.module_tree.in_mode(self, mode):
+            super().train(mode)
+        return self
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """As fairseq's; without ``--sf-plain``, only modules that use the number are called."""
+        if self.cfg.sf_plain:
+            super().set_num_updates(num_updates)
+        else:
+            self.module_tree.set_num_updates(self, num_updates)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
         """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""

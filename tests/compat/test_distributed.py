@@ -18,12 +18,13 @@ from surface_fusion.compat import distributed
 from tests.small_training import SIZES
 
 DATA = Path(__file__).parents[1] / "reference_checkpoint" / "data-bin"
-FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy", "--max-epoch", 500)
+FLAT = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
+ADAM = ("--optimizer", "adam")
 TRAIN = (
     *(DATA, *SIZES[:-5], "--encoder-attention-heads", 2, "--decoder-attention-heads", 2),
     *("--surfacefusion", "att", "--sf-gate", 0.8, "--lr", 0.005, "--max-tokens", 400, "--num-workers", 0),
     *("--cpu", "--log-format", "simple", "--log-interval", 1, "--no-save", "--disable-validation"),
-    *("--distributed-world-size", 2),
+    *("--distributed-world-size", 2, "--max-epoch", 500),
 )
 
 
@@ -47,11 +48,11 @@ def last_line(log: Path) -> str:
     return log.read_text().splitlines()[-1]
 
 
-@pytest.mark.parametrize("way", [(), ("--sf-plain",)], ids=["fast", "plain"])
+@pytest.mark.parametrize("way", [FLAT, ADAM, (*ADAM, "--sf-plain")], ids=["flat_adam", "adam", "plain"])
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path, way: tuple[str, ...]) -> None:
     """0.1.0 waits for 1,800 s, and the fast path never sets fairseq's heartbeat."""
     logs, port = [tmp_path / f"{rank}.log" for rank in (0, 1)], free_port()
-    ranks = [start(log, *FAST, *way, *rank_flags(i, port, 20)) for i, log in enumerate(logs)]
+    ranks = [start(log, *way, *rank_flags(i, port, 20)) for i, log in enumerate(logs)]
     try:
         until = time.monotonic() + 150
         while "num_updates=3" not in logs[0].read_text():
@@ -69,7 +70,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, way: tuple[str, ...]) -
 @pytest.mark.parametrize("came", [0, 1])
 def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> None:
     log, port = tmp_path / "log", free_port()
-    assert start(log, *rank_flags(came, port, 5)).wait(timeout=150) == 2
+    assert start(log, *FLAT, *rank_flags(came, port, 5)).wait(timeout=150) == 2
     meeting = f"tcp://127.0.0.1:{port}"
     missing = f"1 of 2 processes came to {meeting} within 5 s; missing: rank 1"
     assert (f"rank 0 did not come to {meeting} within 5 s" if came else missing) in last_line(log)
@@ -78,7 +79,7 @@ def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> N
 def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
     """0.1.0 starts a process for each GPU: none, status 0."""
     log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
-    assert start(log, *meeting, "--max-update", 2).wait(timeout=200) == 0
+    assert start(log, *FLAT, *meeting, "--max-update", 2).wait(timeout=200) == 0
     assert "starting 2 processes" in log.read_text() and "num_updates=2" in log.read_text()
 
 

@@ -84,8 +84,8 @@ def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
 
 
 def config(**given: Any) -> Any:
-    defaults = {"distributed_world_size": 2, "distributed_rank": 0, "distributed_init_method": None}
-    section = {**defaults, "distributed_no_spawn": False, "distributed_backend": "gloo", **given}
+    section = {"distributed_world_size": 2, "distributed_rank": 0, "distributed_init_method": None}
+    section |= {"distributed_no_spawn": False, "distributed_backend": "gloo", "distributed_port": -1, **given}
     common = SimpleNamespace(cpu=True, tpu=False)
     return SimpleNamespace(common=common, distributed_training=SimpleNamespace(**section))
 
@@ -101,6 +101,58 @@ def config(**given: Any) -> Any:
 def test_what_cannot_start_says_so_in_one_line(given: dict[str, Any], line: str) -> None:
     with pytest.raises(SurfaceFusionError, match=line):
         distributed._call_on_cpus(lambda *_: pytest.fail("started"), config(**given), print)
+
+
+def test_processes_of_torchrun_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq divides by the number of GPUs."""
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cfg = config(distributed_backend="nccl")
+    distributed._call_on_cpus(lambda cfg, main: found.append(cfg.distributed_training), cfg, print)
+    assert vars(found[0]) == {
+        **vars(config(distributed_world_size=3, distributed_rank=1).distributed_training),
+        **{"distributed_init_method": "env://", "distributed_no_spawn": True},
+    }
+
+
+@pytest.mark.parametrize(("port", "started"), [(9000, False), (-1, True)])
+def test_slurm_is_fairseqs(monkeypatch: pytest.MonkeyPatch, port: int, started: bool) -> None:
+    spawned: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, nprocs: spawned.append(nprocs))
+    theirs: list[Any] = []
+    distributed._call_on_cpus(lambda *_: theirs.append(1), config(distributed_port=port), print)
+    assert (spawned, theirs) == (([2], []) if started else ([], [1]))
+
+
+class Store:
+    """What a store of two processes does for a watch; the other process shows signs of life."""
+
+    def __init__(self, *_: Any) -> None:
+        self.count = 0
+
+    def add(self, key: str, number: int) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_a_rank_that_runs_but_is_stuck_is_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed.dist, "PrefixStore", Store)
+    timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 100ms for recv")
+
+    def main() -> None:
+        monkeypatch.setattr(distributed, "_watch", distributed.Watch(None, 0, 2, 0.1))
+        raise timed_out
+
+    with pytest.raises(SurfaceFusionError, match=r"2 processes waited 0\.1 s .* raise --heartbeat-timeout"):
+        distributed._Watched(main)()
+    timed_out = RuntimeError("DataLoader timed out after 5 seconds")
+    with pytest.raises(RuntimeError, match="DataLoader timed out"):
+        distributed._Watched(main)()
 
 
 def test_the_limit_is_ten_minutes_or_the_heartbeats() -> None:

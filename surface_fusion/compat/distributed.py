@@ -1,5 +1,6 @@
 """Several processes: how they start without GPUs, how long they wait for each other, and for whom."""
 
+import atexit
 import functools
 import logging
 import os
@@ -156,6 +157,7 @@ def _with_late_watch(
         _watch = Watch(
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), wait
         )
+        atexit.register(_watch.stop)  # a thread in the store must not see the interpreter end
     original(trainer, cfg, *args, **kwargs)
 
 

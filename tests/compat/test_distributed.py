@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.compat import distributed
@@ -31,6 +33,15 @@ TRAIN = (
 def start(log: Path, *flags: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-m", "surface_fusion", "train", *map(str, (*TRAIN, *flags))]
     return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True)
+
+
+def status(process: subprocess.Popen[str], timeout: float) -> int:
+    """Its exit status, within *timeout* seconds; it is not left running."""
+    try:
+        return process.wait(timeout=timeout)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def free_port() -> int:
@@ -70,7 +81,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, way: tuple[str, ...]) -
 @pytest.mark.parametrize("came", [0, 1])
 def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> None:
     log, port = tmp_path / "log", free_port()
-    assert start(log, *FLAT, *rank_flags(came, port, 5)).wait(timeout=150) == 2
+    assert status(start(log, *FLAT, *rank_flags(came, port, 5)), timeout=150) == 2
     meeting = f"tcp://127.0.0.1:{port}"
     missing = f"1 of 2 processes came to {meeting} within 5 s; missing: rank 1"
     assert (f"rank 0 did not come to {meeting} within 5 s" if came else missing) in last_line(log)
@@ -79,7 +90,7 @@ def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> N
 def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
     """0.1.0 starts a process for each GPU: none, status 0."""
     log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
-    assert start(log, *FLAT, *meeting, "--max-update", 2).wait(timeout=200) == 0
+    assert status(start(log, *FLAT, *meeting, "--max-update", 2), timeout=200) == 0
     assert "starting 2 processes" in log.read_text() and "num_updates=2" in log.read_text()
 
 
@@ -153,6 +164,24 @@ def test_a_rank_that_runs_but_is_stuck_is_told_with_the_limit(monkeypatch: pytes
     timed_out = RuntimeError("DataLoader timed out after 5 seconds")
     with pytest.raises(RuntimeError, match="DataLoader timed out"):
         distributed._Watched(main)()
+
+
+def test_a_group_that_is_older_than_the_import_gets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in fairseq-hydra-train, which imports the package after the processes have met."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(distributed.atexit, "register", at_exit.append)
+    monkeypatch.setattr(distributed, "_watch", None)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", world_size=1, rank=0)
+    try:
+        cfg = SimpleNamespace(distributed_training=SimpleNamespace(heartbeat_timeout=30))
+        for _ in range(2):
+            distributed._with_late_watch(lambda trainer, cfg: None, None, cfg)
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=30) and distributed._watch.wait == 30
+        (stop,) = at_exit
+        stop()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_limit_is_ten_minutes_or_the_heartbeats() -> None:

@@ -59,7 +59,7 @@ def best_of(folder: Path) -> float:
 def test_the_second_training_has_its_own_best_checkpoint(
     data: Path, tmp_path: Path, train: Callable[[Path, Sequence[str]], None]
 ) -> None:
-    """It is worse than the first; on 0.1.0 it has no checkpoint_best.pt."""
+    """It is worse than the first; by fairseq's own main 0.1.0 writes no checkpoint_best.pt for it."""
     for name, updates in (("first", 8), ("second", 1)):
         flags = (*TRAIN, "--max-update", updates, "--save-dir", tmp_path / name, "--patience", 1)
         train(data, list(map(str, flags)))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # which torch.optim imports: once, before the forks
 
 SMALL = ("--encoder-layers", "1", "--decoder-layers", "1", "--encoder-embed-dim", "8", "--dropout", "0.1")
 HEADS = ("--encoder-attention-heads", "2", "--decoder-attention-heads", "2", "--encoder-ffn-embed-dim", "16")

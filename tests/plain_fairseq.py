@@ -21,9 +21,12 @@ import torch
 from fairseq import checkpoint_utils, file_utils, models, search, tasks, utils
 from fairseq.data import ConcatDataset, Dictionary, FastaDataset, LanguagePairDataset, data_utils
 from fairseq.data.audio.data_cfg import get_config_from_yaml
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
+from fairseq.distributed import utils as distributed_utils
 from fairseq.file_chunker_utils import Chunker, find_offsets
 from fairseq.file_io import PathManager
 from fairseq.hub_utils import GeneratorHubInterface
+from fairseq.models import distributed_fairseq_model
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.tasks import FairseqTask
@@ -302,6 +305,91 @@ def plateau_forgets_bad_epochs() -> bool:
     return "num_bad_epochs" not in ReduceLROnPlateauLRSchedule.state_dict(schedule)
 
 
+@contextlib.contextmanager
+def replaced(owner: object, name: str, value: object):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def without_gpus():
+    return replaced(torch.cuda, "device_count", lambda: 0)
+
+
+def processes_without_gpus_are_not_started() -> bool:
+    """Neither trained nor refused."""
+    started: list[int] = []
+    given = argparse.Namespace(distributed_init_method="tcp://localhost:9", distributed_no_spawn=False)
+    given.distributed_world_size, given.distributed_rank = 2, 0
+    spawn = replaced(torch.multiprocessing, "spawn", lambda fn, args, nprocs, join: started.append(nprocs))
+    with without_gpus(), spawn:
+        distributed_utils.call_main(argparse.Namespace(distributed_training=given), print)
+    return started == [0]
+
+
+def torchrun_needs_gpus() -> bool:
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "9", "WORLD_SIZE": "2", "RANK": "1"}
+    given = argparse.Namespace(distributed_init_method=None, tpu=False, pipeline_model_parallel=False)
+    given.distributed_world_size = 2
+    with replaced(os, "environ", {**os.environ, **place}), without_gpus():
+        return fails(distributed_utils.infer_init_method, given, error=ZeroDivisionError)
+
+
+def ddp_gets_a_device_on_the_cpu() -> bool:
+    found: list[object] = []
+
+    def ddp(device_ids: object, **kwargs: object) -> None:
+        found.append(device_ids)
+        raise InterruptedError
+
+    names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view")
+    args = argparse.Namespace(tpu=False, ddp_backend="pytorch_ddp", device_id=0, ddp_comm_hook="none")
+    vars(args).update(dict.fromkeys(names, False))
+    model, device = torch.nn.Linear(1, 1), torch.device("cpu")
+    with replaced(distributed_fairseq_model, "DistributedDataParallel", ddp):
+        make = distributed_fairseq_model.DistributedFairseqModel
+        fails(make, args, model, None, device, error=InterruptedError)
+    return found == [[0]]
+
+
+def processes_wait_for_half_an_hour() -> bool:
+    """As long as torch does by itself, whatever ``--heartbeat-timeout`` says."""
+    given = argparse.Namespace(distributed_backend="gloo", distributed_init_method="tcp://localhost:9")
+    given.distributed_world_size, given.distributed_rank, given.heartbeat_timeout = 2, 0, 30
+    cfg = OmegaConf.create({"common": {"tpu": False}, "distributed_training": vars(given)})
+    found: list[object] = []
+
+    def init_process_group(**kwargs: object) -> None:
+        found.append(kwargs.get("timeout"))
+        raise InterruptedError
+
+    with replaced(torch.distributed, "init_process_group", init_process_group):
+        fails(distributed_utils.distributed_init, cfg, error=InterruptedError)
+    return found == [None]
+
+
+def best_value_stays_in_the_process() -> bool:
+    trainer = argparse.Namespace(data_parallel_rank=1)
+    for best in (1.0, 2.0):
+        cfg = argparse.Namespace(maximize_best_checkpoint_metric=False, no_save=True, save_dir=str(best))
+        checkpoint_utils.save_checkpoint(cfg, trainer, None, best)
+    return checkpoint_utils.save_checkpoint.best == 1
+
+
+def removed_data_is_read_on() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        builder = MMapIndexedDatasetBuilder(f"{folder}/train.bin", dtype=np.int32)
+        builder.add_item(torch.tensor([5, 6, 2]))
+        builder.finalize(f"{folder}/train.idx")
+        data = data_utils.load_indexed_dataset(f"{folder}/train")
+        for path in Path(folder).iterdir():
+            path.unlink()
+        return data[0].tolist() == [5, 6, 2]
+
+
 if __name__ == "__main__":
     assert "surface_fusion" not in sys.modules
     troubles = [
@@ -333,5 +421,11 @@ if __name__ == "__main__":
         failed_save_leaves_a_file,
         dummy_file_is_removed,
         plateau_forgets_bad_epochs,
+        processes_without_gpus_are_not_started,
+        torchrun_needs_gpus,
+        ddp_gets_a_device_on_the_cpu,
+        processes_wait_for_half_an_hour,
+        best_value_stays_in_the_process,
+        removed_data_is_read_on,
     ]
     print(json.dumps({trouble.__name__: trouble() for trouble in troubles}))

@@ -60,6 +60,12 @@ TROUBLES = (
     "failed_save_leaves_a_file",
     "dummy_file_is_removed",
     "plateau_forgets_bad_epochs",
+    "processes_without_gpus_are_not_started",
+    "torchrun_needs_gpus",
+    "ddp_gets_a_device_on_the_cpu",
+    "processes_wait_for_half_an_hour",
+    "best_value_stays_in_the_process",
+    "removed_data_is_read_on",
 )
 
 

@@ -46,9 +46,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """All cases without and with the plugin, in two processes at a time."""
     folder = tmp_path_factory.mktemp("tasks")
     command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    where = {"cwd": SCRIPT.parents[1], "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    subprocess.run([*command, "data", folder, TEXT], check=True, **where)
-    running = {how: subprocess.Popen([*command, how, folder], **where) for how in ("plain", "plugin")}
+    where = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    subprocess.run([*command, "data", folder, TEXT], check=True, cwd=folder, **where)
+    running = {}
+    for how in ("plain", "plugin"):
+        (folder / how).mkdir()  # for the crash.pt of BROKEN
+        running[how] = subprocess.Popen([*command, how, folder], cwd=folder / how, **where)
     found = {how: process.communicate()[0] for how, process in running.items()}
     return {how: json.loads(text.splitlines()[-1]) for how, text in found.items()}
 

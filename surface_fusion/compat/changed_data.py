@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, tasks
 from fairseq.data import data_utils
 from fairseq.trainer import Trainer
 
@@ -42,6 +42,11 @@ def notice_changed_data() -> None:
         check_data_files()
         return saved
 
+    def setup_task(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _loaded.clear()  # of the last training in this process
+        return original(*args, **kwargs)
+
+    wrap(tasks, "setup_task", setup_task)
     wrap(data_utils, "load_indexed_dataset", load)
     wrap(Trainer, "lr_step", lr_step)  # each epoch
     wrap(checkpoint_utils, "save_checkpoint", save)  # also the last, after which there is no lr_step

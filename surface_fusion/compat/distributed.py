@@ -1,7 +1,9 @@
 """Several processes: how they start without GPUs, how long they wait for each other, and for whom."""
 
+import atexit
 import functools
 import logging
+import os
 import re
 import socket
 import threading
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
+from fairseq.trainer import Trainer
 
 from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
@@ -27,23 +30,39 @@ WAIT = 600.0
 COMMUNICATION = re.compile(r"gloo|nccl|timed out|timeout|connection|broken pipe", re.IGNORECASE)
 """What errors of collective operations say, however torch phrases them."""
 
+TIME_IS_UP = re.compile(
+    r"(gloo|nccl|store).*(timed out|timeout)|(timed out|timeout).*(gloo|nccl|store)", re.I | re.S
+)
+"""What those of them say that come after the time limit."""
+
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""What torchrun sets in the environment of each process."""
+
+SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+"""By one of these fairseq finds the other machines, if ``--distributed-port`` is given."""
+
 
 def wait_for_each_other_in_time() -> None:
     """Let a process that waits for a stopped or missing one end, and name that one.
 
     fairseq leaves torch's timeouts: 30 minutes with gloo, and an error that names no rank. Here the limit is
     ``--heartbeat-timeout`` seconds, 600 where that is not given.
+
+    ``fairseq-hydra-train`` imports the package after the processes have met. From then on the limit holds
+    there, too, and the log names the rank that does not answer, but the error itself is torch's.
     """
     wrap(distributed_utils, "distributed_init", _init)
     wrap(distributed_utils, "get_global_group", _new_groups)
     wrap(distributed_utils, "new_groups", _new_groups)
     wrap(distributed_utils, "call_main", _call_main)
+    wrap(Trainer, "__init__", _with_late_watch)
 
 
 def start_processes_on_cpus() -> None:
     """Let ``--distributed-world-size`` train without GPUs: fairseq starts one process per GPU, which is none.
 
     Also without ``--distributed-no-spawn``, ``--distributed-backend gloo`` and ``--ddp-backend legacy_ddp``.
+    The processes that torchrun has started are used as they are; fairseq divides by the number of GPUs.
     """
     wrap(distributed_utils, "call_main", _call_on_cpus)  # around the other: it decides what that gets
     wrap(distributed_fairseq_model, "DistributedDataParallel", _without_device_ids)
@@ -58,9 +77,17 @@ def seconds_to_wait(distributed: Any) -> float:
 def _call_on_cpus(original: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
     given, devices = cfg.distributed_training, torch.cuda.device_count()
     world = given.distributed_world_size
-    started_elsewhere = given.distributed_init_method is None and dist.is_torchelastic_launched()
-    if world <= max(devices, 1) or cfg.common.tpu or started_elsewhere:
+    if world <= max(devices, 1) or cfg.common.tpu:
         return original(cfg, main, **kwargs)
+    if given.distributed_init_method is None:
+        by_torchrun = all(name in os.environ for name in TORCHRUN)
+        by_slurm = given.distributed_port > 0 and any(name in os.environ for name in SLURM)
+        if by_torchrun and devices == 0:
+            given.distributed_init_method, given.distributed_no_spawn = "env://", True
+            given.distributed_world_size = int(os.environ["WORLD_SIZE"])
+            given.distributed_rank = int(os.environ["RANK"])
+        elif by_torchrun or by_slurm:
+            return original(cfg, main, **kwargs)
     if devices > 0 and not cfg.common.cpu:
         return original(cfg, main, **kwargs)  # more processes than GPUs: other machines have the rest
     if given.distributed_backend == "nccl":
@@ -117,6 +144,21 @@ def _init(original: Callable[..., int], cfg: Any) -> int:
     finally:
         dist.init_process_group = init_process_group
     return rank
+
+
+def _with_late_watch(
+    original: Callable[..., None], trainer: Any, cfg: Any, *args: Any, **kwargs: Any
+) -> None:
+    """fairseq's ``Trainer.__init__``, in a process group that is older than the import of this package."""
+    global _watch
+    if _watch is None and dist.is_available() and dist.is_initialized():
+        wait = seconds_to_wait(getattr(cfg, "distributed_training", None))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=wait))
+        _watch = Watch(
+            dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), wait
+        )
+        atexit.register(_watch.stop)  # a thread in the store must not see the interpreter end
+    original(trainer, cfg, *args, **kwargs)
 
 
 def _new_groups(original: Callable[..., Any], *args: Any) -> Any:
@@ -231,7 +273,15 @@ class Watch:
         """What a user is told of silent *ranks*."""
         names = ", ".join(map(str, ranks))
         return (
-            f"rank {names} of {len(self._seen) + 1} does not answer: its process was stopped, hangs or ended"
+            f"rank {names} of {len(self._seen) + 1} does not answer: its process was stopped, hangs or "
+            f"ended; the others wait {self.wait:g} s for it, see --heartbeat-timeout"
+        )
+
+    def line_of_none(self) -> str:
+        """What a user is told when the time is up and all ranks show signs of life."""
+        return (
+            f"the {len(self._seen) + 1} processes waited {self.wait:g} s for one of them, which runs but did "
+            "not exchange its results; if it is only slow, raise --heartbeat-timeout"
         )
 
     def stop(self) -> None:
@@ -264,9 +314,11 @@ class _Watched:
             if not interrupted and not COMMUNICATION.search(str(error)):
                 raise
             silent = _watch.silent() if interrupted else _watch.wait_for_silent()
-            if not silent:
-                raise
-            raise SurfaceFusionError(_watch.line(silent)) from error
+            if silent:
+                raise SurfaceFusionError(_watch.line(silent)) from error
+            if not interrupted and TIME_IS_UP.search(str(error)):
+                raise SurfaceFusionError(_watch.line_of_none()) from error
+            raise
         finally:
             if _watch is not None:
                 _watch.stop()

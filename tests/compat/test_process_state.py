@@ -2,6 +2,9 @@
 
 import argparse
 import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import progress_bar
 
+from surface_fusion.cli.main import main
 from surface_fusion.compat.process_state import forget_last_training
 from tests.small_training import TRAIN
 from tests.tiny import parse
@@ -35,14 +39,53 @@ def test_what_fairseq_keeps_is_forgotten(tmp_path: Path, monkeypatch: pytest.Mon
     assert closed == ["train"] and not progress_bar._tensorboard_writers
 
 
-def test_the_second_training_has_its_own_best_checkpoint(data: Path, tmp_path: Path) -> None:
-    """It is worse than the first; on 0.1.0, by fairseq's own main, it has no checkpoint_best.pt."""
-    best: list[float] = []
+def with_fairseqs_main(data: Path, flags: Sequence[str]) -> None:
+    args: argparse.Namespace = parse(*flags, data=str(data))
+    fairseq_cli.train.main(convert_namespace_to_omegaconf(args))
+
+
+def with_our_command(data: Path, flags: Sequence[str]) -> None:
+    assert main(["train", str(data), *flags]) == 0
+
+
+def best_of(folder: Path) -> float:
+    """The value of ``checkpoint_best.pt``, which is also what the file remembers as the best."""
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(folder / "checkpoint_best.pt"))["extra_state"]
+    assert state["val_loss"] == state["best"]
+    return state["best"]
+
+
+@pytest.mark.parametrize("train", [with_fairseqs_main, with_our_command])
+def test_the_second_training_has_its_own_best_checkpoint(
+    data: Path, tmp_path: Path, train: Callable[[Path, Sequence[str]], None]
+) -> None:
+    """It is worse than the first; by fairseq's own main 0.1.0 writes no checkpoint_best.pt for it."""
     for name, updates in (("first", 8), ("second", 1)):
         flags = (*TRAIN, "--max-update", updates, "--save-dir", tmp_path / name, "--patience", 1)
-        args: argparse.Namespace = parse(*map(str, flags), data=str(data))
-        fairseq_cli.train.main(convert_namespace_to_omegaconf(args))
-        state = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name / "checkpoint_best.pt"))
-        best.append(state["extra_state"]["best"])
-        assert state["extra_state"]["val_loss"] == best[-1]
-    assert best[1] > best[0]
+        train(data, list(map(str, flags)))
+    assert best_of(tmp_path / "second") > best_of(tmp_path / "first")
+
+
+def test_jobs_of_a_hydra_multirun_have_their_own_best_checkpoints(
+    data: Path, user_dir: Path, tmp_path: Path
+) -> None:
+    """The first job imports the package, in the midst of fairseq's ``main``."""
+    configs = Path(__file__).parents[2] / "configs"
+    done = subprocess.run(
+        [
+            *(Path(sys.executable).with_name("fairseq-hydra-train"), "-m"),
+            *("--config-dir", configs, "--config-name", "demo", f"hydra.sweep.dir={tmp_path}/jobs"),
+            *(f"common.user_dir={user_dir}", f"task.data={data}", "common.cpu=true"),
+            *("model.encoder_layers=1", "model.decoder_layers=1", "model.encoder_embed_dim=16"),
+            *("model.decoder_embed_dim=16", "dataset.max_tokens=400", "dataset.num_workers=0"),
+            "optimization.max_update=8,1",
+            f"checkpoint.save_dir={tmp_path}/${{optimization.max_update}}",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert best_of(tmp_path / "1") > best_of(tmp_path / "8")

@@ -1,6 +1,7 @@
 """With the plugin imported, fairseq's other tasks and models train as without it, bit for bit."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """All cases without and with the plugin, in two processes at a time."""
     folder = tmp_path_factory.mktemp("tasks")
     command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    where = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # processes that fork cannot use a GPU
+    where = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "env": environment}
     subprocess.run([*command, "data", folder, TEXT], check=True, cwd=folder, **where)
     running = {}
     for how in ("plain", "plugin"):

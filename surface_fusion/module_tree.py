@@ -5,7 +5,6 @@ torch and fairseq walk over all modules of a model several times per update (``t
 modules with those of the last walk takes a small part of that.
 """
 
-from itertools import chain
 from typing import Any
 
 from fairseq.models import BaseFairseqModel, FairseqEncoder
@@ -25,15 +24,17 @@ class ModuleTree:
     def __init__(self, *plain_train: Any) -> None:
         self._plain_train = {nn.Module.train, *plain_train}
         self._all: list[nn.Module] = []
+        self._children: list[Any] = []
         self._all_plain = False
         self._counting: list[Any] = []
 
     def _update(self, root: nn.Module) -> None:
-        if self._all and self._all[0] is root and _children(self._all) == self._all[1:]:
+        if self._all and self._all[0] is root and _children(self._all) == self._children:
             return
         self._all = [root]
         for module in self._all:  # breadth first; the list grows meanwhile
-            self._all += _children([module])
+            self._all += [child for child in _children([module]) if child is not None]
+        self._children = _children(self._all)
         self._all_plain = all(type(module).train in self._plain_train for module in self._all)
         self._counting = [
             module
@@ -53,6 +54,6 @@ class ModuleTree:
             module.set_num_updates(num_updates)
 
 
-def _children(modules: list[nn.Module]) -> list[nn.Module]:
-    found = chain.from_iterable(module._modules.values() for module in modules)
-    return [module for module in found if module is not None]
+def _children(modules: list[nn.Module]) -> list[Any]:
+    """The children of *modules* in their order, with None where a module has none under a name."""
+    return [child for module in modules for child in module._modules.values()]

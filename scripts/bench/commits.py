@@ -63,9 +63,8 @@ def main() -> None:
     first = args.checkouts[0][0]
     for (setting, name), values in sorted(speeds.items()):
         median = statistics.median(values)
-        run.add(
-            "commits", name, {"repeat": args.repeat, "setting": setting.replace(";", " ")}, median, "tok/s"
-        )
+        settings = dict(part.split("=", 1) for part in setting.split(";"))
+        run.add("commits", name, settings, median, "tok/s", len(values))
         ratio = median / statistics.median(speeds[setting, first])
         print(f"{name} / {first}: {ratio:.3f}   ({', '.join(f'{value:,.0f}' for value in values)})")
 

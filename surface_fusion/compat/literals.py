@@ -37,7 +37,7 @@ LONGEST = 1_000_000
 """Maximum number of characters; a line of an audio data set has thousands of units."""
 
 MOST_ITEMS = 10_000
-"""Maximum number of items in a result of ``+`` or ``*``; ``[(512, 3)] * 20`` has 81, lists included."""
+"""Maximum number of items in a result of ``+`` or ``*``; ``[(512, 3)] * 20`` is a usual one."""
 
 MOST_OPERATIONS = 100
 """Maximum number of ``+``, ``-``, ``*`` and ``/`` in one string; each may copy ``MOST_ITEMS`` items."""

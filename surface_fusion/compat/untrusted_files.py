@@ -278,6 +278,6 @@ def _build(
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
     shown = shorten(" ".join(refusal.split()), 300)
     return SurfaceFusionError(
-        f"checkpoint {path} {shown}, which is not on the list of what a file may name; if you trust the file, "
-        f"load it with --trust-checkpoint (surface-fusion) or {TRUST_VARIABLE}=1 (fairseq commands)"
+        f"checkpoint {path} {shown}, which is not on the list of what a file may name; if you trust the "
+        f"file, load it with --trust-checkpoint (surface-fusion) or {TRUST_VARIABLE}=1 (fairseq commands)"
     )

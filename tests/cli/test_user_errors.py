@@ -224,13 +224,13 @@ def test_preprocess_does_not_overwrite_dictionaries(refused, data, tmp_path):
     shutil.copy(data / "dict.en.txt", tmp_path)
     argv = [arg for arg in PREPROCESS if arg != "--joined-dictionary"]
     said = refused("preprocess", *argv, "--destdir", tmp_path)
-    assert said == f"{tmp_path}/dict.en.txt exists already; remove it, or write elsewhere"
+    assert said == f"{tmp_path}/dict.en.txt already exists; remove it or write to another path"
 
 
 @pytest.mark.parametrize("overrides", ["{sf_gate", "sf_gate"])
 def test_overrides_that_are_no_dictionary(refused, data, checkpoint, overrides):
     said = refused("generate", data, "--path", checkpoint, "--cpu", "--model-overrides", overrides)
-    assert said.startswith("--model-overrides is no Python dictionary: ")
+    assert said.startswith("--model-overrides is not a Python dictionary: ")
 
 
 def test_overrides_are_checked(refused, data, checkpoint):

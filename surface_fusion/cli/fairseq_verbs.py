@@ -155,8 +155,8 @@ def add_trust_flag(parser: Any) -> None:
         "--trust-checkpoint",
         action="store_true",
         help="load checkpoints that contain arbitrary pickled objects or name other models and tasks than "
-        "SurfaceFusion models and plain Transformers; such a file can run any code, so use this only for files "
-        "from people you trust",
+        "SurfaceFusion models and plain Transformers; such a file can run any code, so use this only for "
+        "files from people you trust",
     )
 
 
@@ -204,7 +204,7 @@ class _HelpPrinted(Exception):
 
 @dataclass(frozen=True)
 class _Main:
-    """fairseq's ``main``; processes that fairseq spawns for it set up logging and report errors as this one."""
+    """fairseq's ``main``; processes spawned for it set up logging and report errors as this one does."""
 
     set_up: Callable[[], None]
     main: Callable[..., None]

@@ -14,7 +14,7 @@ CHILD_ERROR = re.compile(
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are :class:`SurfaceFusionError`, and whose options may be given once."""
+    """An argument parser that raises :class:`SurfaceFusionError`; an option may have one value only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,8 +97,8 @@ def _known_line(exception: BaseException) -> str | None:
     if origin == "ast":
         return f"--model-overrides is not a Python dictionary: {text}"
     if origin.split(".")[0] in ("fairseq", "fairseq_cli") and text:
-        # fairseq reports users' mistakes by Exception, OSError, and assertions and ValueErrors that name a flag
-        # or that its distributed module raises ("world size is 2 but have 0 available devices").
+        # fairseq reports users' mistakes by Exception, OSError, and by assertions and ValueErrors that name a
+        # flag or come from its distributed module ("world size is 2 but have 0 available devices").
         if type(exception) in (Exception, OSError):
             return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or origin == "fairseq.distributed.utils"

@@ -139,10 +139,10 @@ def damaged(kind, checkpoint, folder):
 
 EXPECTED = {
     "missing": "issing.pt",
-    "truncated": "is truncated or no fairseq checkpoint",
-    "text": "is truncated or no fairseq checkpoint",
-    "empty": "is truncated or no fairseq checkpoint",
-    "foreign": "is truncated or no fairseq checkpoint",
+    "truncated": "is truncated or not a fairseq checkpoint",
+    "text": "is truncated or not a fairseq checkpoint",
+    "empty": "is truncated or not a fairseq checkpoint",
+    "foreign": "is truncated or not a fairseq checkpoint",
     "pickle": "torch.nn.modules.linear.Linear",
 }
 
@@ -210,7 +210,7 @@ def test_empty_training_file(command, refused, data, tmp_path):
     dictionaries = ("--srcdict", data / "dict.en.txt", "--joined-dictionary", "--destdir", tmp_path / "bin")
     assert command("preprocess", *argv, *dictionaries).status == 0
     said = refused("train", tmp_path / "bin", *TRAIN, "--save-dir", tmp_path / "checkpoints")
-    assert "train.en-ro.en" in said and "holds no sentence" in said
+    assert "train.en-ro.en" in said and "has no sentences" in said
 
 
 def test_preprocess_without_its_text(refused, tmp_path):

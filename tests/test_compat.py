@@ -153,7 +153,7 @@ def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_state_dict_alone_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(SurfaceFusionError, match="no fairseq checkpoint"):
+    with pytest.raises(SurfaceFusionError, match="not a fairseq checkpoint"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "weights.pt"))
 
 

@@ -143,7 +143,7 @@ def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
     """Add the flags that fairseq's command does not have."""
     group = parser.add_argument_group("surface-fusion's own flags")
     group.add_argument(
-        "--show-config", action="store_true", help="log fairseq's whole configuration (20,000 characters)"
+        "--show-config", action="store_true", help="log fairseq's complete configuration (20,000 characters)"
     )
     if spec.loads_checkpoint:
         add_trust_flag(group)

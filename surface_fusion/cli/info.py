@@ -34,7 +34,7 @@ BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print what the command line asks for."""
+    """Print the facts about a checkpoint, or the versions."""
     parser = OneLineParser(
         prog="surface-fusion info",
         description=SUMMARY,

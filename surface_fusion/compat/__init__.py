@@ -1,6 +1,6 @@
 """Patches for fairseq, applied when this package is imported.
 
-fairseq is no longer released; the versions meant here are the re-uploads of its main branch, ve-fairseq
+fairseq is no longer released; the patches apply to the re-uploads of its main branch, ve-fairseq
 0.12.3 and fairseq-fixed 0.12.3.1. Each function fixes one fault and names the report that it answers ("fs" =
 an issue of facebookresearch/fairseq). ``tests/test_compat.py`` has a test for each that fails once fairseq no
 longer needs it.
@@ -32,7 +32,7 @@ from surface_fusion.compat.checkpoint_loading import (
     allow_checkpoint_classes,
     explain_bad_checkpoints,
 )
-from surface_fusion.compat.checkpoint_saving import save_whole_checkpoints
+from surface_fusion.compat.checkpoint_saving import save_atomically
 from surface_fusion.compat.data_files import (
     extract_archives_inside,
     index_fasta_without_shell,
@@ -95,7 +95,7 @@ def _protect_checkpoints() -> None:
     After :func:`_restrict_inputs`: the checks of a loaded checkpoint are outside of those of its file.
     """
     check_loaded_checkpoints()
-    save_whole_checkpoints()
+    save_atomically()
     wrap(FairseqTask, "get_batch_iterator", resume.with_first_epochs_batches)
     wrap(Trainer, "load_checkpoint", resume.with_last_validation)
     wrap(Trainer, "load_checkpoint", resume.with_advice_on_resets)

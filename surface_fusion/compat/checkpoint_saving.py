@@ -29,7 +29,7 @@ MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cp
 """Number of fp32 state values per trained parameter (lower bound; 0 if not listed)."""
 
 
-def save_whole_checkpoints() -> None:
+def save_atomically() -> None:
     """Write checkpoints and their copies to temporary files and rename these.
 
     fairseq copies ``checkpoint_best.pt`` and ``checkpoint_last.pt`` in place: a process killed meanwhile

@@ -45,19 +45,19 @@ def empty_hypothesis(eos: int) -> dict[str, Any]:
     }
 
 
-def in_order(found: Sequence[Any], places: Sequence[int], count: int, eos: int) -> list[Any]:
-    """Hypotheses of *count* lines: *found* at the indices *places*, empty ones elsewhere.
+def in_order(found: Sequence[Any], indices: Sequence[int], count: int, eos: int) -> list[Any]:
+    """Hypotheses of *count* lines: *found* at the indices *indices*, empty ones elsewhere.
 
     Raises:
-        SurfaceFusionError: *found* and *places* differ in length.
+        SurfaceFusionError: *found* and *indices* differ in length.
     """
-    if len(found) != len(places):
+    if len(found) != len(indices):
         raise SurfaceFusionError(
-            f"the model returned {len(found)} translations for {len(places)} lines; translate fewer lines at "
-            "once, or one by one"
+            f"the model returned {len(found)} translations for {len(indices)} lines; translate fewer lines "
+            "at once, or one by one"
         )
     results: list[Any] = [[empty_hypothesis(eos)] for _ in range(count)]
-    for index, hypotheses in zip(places, found, strict=True):
+    for index, hypotheses in zip(indices, found, strict=True):
         results[index] = hypotheses
     return results
 
@@ -76,10 +76,10 @@ def keep_order_of_lines() -> None:
             return original(
                 hub, tokenized_sentences, *args, **kwargs
             )  # calls this function for a list of one
-        places = fitting(tokenized_sentences, source_limit(hub.max_positions))
-        rows = [tokenized_sentences[i] for i in places]
+        indices = fitting(tokenized_sentences, source_limit(hub.max_positions))
+        rows = [tokenized_sentences[i] for i in indices]
         found = original(hub, rows, *args, **kwargs) if rows else []
-        return in_order(found, places, len(tokenized_sentences), hub.tgt_dict.eos())
+        return in_order(found, indices, len(tokenized_sentences), hub.tgt_dict.eos())
 
     wrap(GeneratorHubInterface, "generate", generate)
 

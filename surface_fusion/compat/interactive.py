@@ -61,17 +61,19 @@ def answer_each_line() -> None:
         texts = [line.split("\t")[0] if constrained else line for line in lines]
         rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
         limit, least = source_limit(max_positions), 2 if isinstance(task, TranslationTask) else 0
-        places = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
+        indices = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
         missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
-        for batch in original([lines[i] for i in places], cfg, task, max_positions, encode) if places else ():
-            ids = [places[i] for i in batch.ids.tolist()]
+        for batch in (
+            original([lines[i] for i in indices], cfg, task, max_positions, encode) if indices else ()
+        ):
+            ids = [indices[i] for i in batch.ids.tolist()]
             missing.difference_update(ids)
             yield batch._replace(ids=torch.tensor(ids))
         for i in sorted(missing):
             by_model = (limit, "the model takes")
             why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
             logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
-        for i in sorted(missing | {i for i in range(len(rows)) if i not in places}):
+        for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
             yield from _untranslated(i, rows[i], task, constrained)
 
     for module in command_modules(interactive):

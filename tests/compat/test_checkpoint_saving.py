@@ -76,7 +76,7 @@ def test_saving_that_fails_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_text("old")
     began = time.monotonic()
-    with files_of_at_most(10_000), pytest.raises(SurfaceFusionError, match="earlier checkpoints are whole"):
+    with files_of_at_most(10_000), pytest.raises(SurfaceFusionError, match="earlier checkpoints are intact"):
         checkpoint_utils.torch_persistent_save({"a": torch.zeros(9_000)}, str(path))
     assert time.monotonic() - began < 2
     assert path.read_text() == "old" and names(tmp_path) == ["a.pt"]

@@ -1,4 +1,4 @@
-"""The one exception that users are meant to read."""
+"""The exception for mistakes of the user, and the length of its texts."""
 
 
 class SurfaceFusionError(ValueError):
@@ -7,3 +7,8 @@ class SurfaceFusionError(ValueError):
     ``surface-fusion`` prints the line and exits with status 2; under plain ``fairseq-*``
     commands the same line is the text of the exception.
     """
+
+
+def shorten(text: str, length: int) -> str:
+    """The first *length* characters of *text* and an ellipsis, or *text* if it is not longer."""
+    return text if len(text) <= length else f"{text[:length]} ..."

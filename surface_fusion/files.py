@@ -1,7 +1,8 @@
-"""Write files so that each is whole or not there.
+"""Write files atomically.
 
-A file is written beside its target, under a name that was not there before, and then renamed. A process that
-is killed leaves at most that temporary file; :func:`remove_abandoned` removes it.
+A file is written under a new, unique name in the folder of its target and then renamed. A killed process
+leaves at most that temporary file, which :func:`remove_abandoned` removes. The file is not synchronised to
+the disk (no ``fsync``): a completed write survives a killed process, but not a power failure.
 """
 
 import contextlib
@@ -20,19 +21,19 @@ from surface_fusion.errors import SurfaceFusionError
 PathLike = Union[str, "os.PathLike[str]"]
 
 TEMPORARY = re.compile(r"\.(.*)\.[0-9a-f]{16}\.tmp")
-"""The name of a temporary file; the group is (the beginning of) its target's."""
+"""The name of a temporary file; the group is (the beginning of) the name of its target."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of errors that only writing has."""
+"""errno values that only a write can raise."""
 
 _ADVICE = {
-    errno.ENOSPC: "free space, or write to another place",
-    errno.EDQUOT: "free space, or write to another place",
+    errno.ENOSPC: "free space, or write to another disk",
+    errno.EDQUOT: "free space, or write to another disk",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EACCES: "write to a folder that you may write to",
     errno.EPERM: "write to a folder that you may write to",
     errno.EROFS: "write to a folder that you may write to",
-    errno.ENOENT: "its folder does not exist",
+    errno.ENOENT: "create the folder first",
 }
 
 
@@ -40,27 +41,27 @@ class WriteError(SurfaceFusionError):
     """A file cannot be written.
 
     Attributes:
-        passing: whether another attempt may succeed, as after an error of a network's file system.
+        passing: whether another attempt may succeed, as after an error of a network file system.
     """
 
     def __init__(self, path: PathLike, error: OSError) -> None:
-        advice = _ADVICE.get(error.errno or 0, "write to another place")
+        advice = _ADVICE.get(error.errno or 0, "write to another path")
         super().__init__(f"cannot write {os.fspath(path)}: {error.strerror or error}; {advice}")
         self.passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 @contextlib.contextmanager
 def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
-    """A new binary file that replaces *path* when the block ends, and is removed if the block fails.
+    """Open a new binary file that replaces *path* after the block, and is removed if the block fails.
 
-    The new file has the permissions of the one that it replaces, otherwise those that ``open`` gives. Where
-    *path* is a link, the link is replaced; the file that it points to stays as it is.
+    The new file has the permissions of the one that it replaces, otherwise those that ``open`` gives. If
+    *path* is a link, the link is replaced; its target is unchanged.
 
     Raises:
         SurfaceFusionError: the file cannot be written (:class:`WriteError`), or *path* is a folder or device.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise SurfaceFusionError(f"{path} is no file that could be written over; give another name")
+        raise SurfaceFusionError(f"{path} is not a regular file and cannot be overwritten; give another name")
     try:
         raw, beside = _create_beside(os.fspath(path))
     except OSError as error:
@@ -91,7 +92,7 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def remove_abandoned(folder: PathLike) -> None:
-    """Remove the temporary files in *folder* that no process writes any more."""
+    """Remove the temporary files in *folder* that no running process writes."""
     for name in os.listdir(folder):
         if TEMPORARY.fullmatch(name) is None:
             continue
@@ -99,14 +100,16 @@ def remove_abandoned(folder: PathLike) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer holds it
+                fcntl.flock(
+                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # fails while the writer holds the lock
                 os.remove(path)
             finally:
                 os.close(descriptor)
 
 
 class _File(io.FileIO):
-    """A file that remembers its first error: torch replaces it by one that says nothing."""
+    """Records the first OSError: torch.save replaces it by an exception without errno."""
 
     failure: Optional[OSError] = None
 
@@ -123,23 +126,23 @@ class _File(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        with self.recorded():  # a network's file system reports here that it is full
+        with self.recorded():  # a full network file system may report it here
             super().close()
 
 
 def _create_beside(path: str) -> tuple[_File, str]:
-    """A new, locked file in the folder of *path*, and its name."""
+    """Create a locked file in the folder of *path*; return it and its name."""
     folder, name = os.path.split(path)
     while True:
-        # Of the name, as much as fits in a name with the rest.
+        # At most 40 characters of the name, so that the total length is valid.
         beside = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
         try:
-            # O_EXCL: not through a link, and not over a file, that is already there.
+            # O_EXCL: fail if a file or link of this name exists.
             descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             continue
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system does not support locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
             return _File(descriptor, "wb"), beside
-        os.close(descriptor)  # removed as abandoned, before it was locked
+        os.close(descriptor)  # another process removed it before it was locked

@@ -1,6 +1,6 @@
-"""A resumed training sees the data that the interrupted one would have seen (fs 781, 5387, 848).
+"""Resume a training with the data that the interrupted one would have read (fs 781, 5387, 848).
 
-And where the checkpoint's state does not fit the training, fairseq's remedy is named.
+If the state of the checkpoint does not fit the training, the error names fairseq's flag to reset it.
 """
 
 import logging
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 def with_first_epochs_batches(
     get_batch_iterator: Callable[..., Any], task: Any, dataset: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``FairseqTask.get_batch_iterator``, with batches that a resume does not change.
+    """fairseq's ``FairseqTask.get_batch_iterator``, but with the same batches after a resume.
 
     fairseq groups sentences into batches once, seeded by the epoch that the process starts in, and only
-    shuffles these batches in later epochs. A training resumed in epoch 2 or later would make other batches:
-    in the middle of an epoch it would repeat some sentences and leave others out.
+    shuffles these batches in later epochs. A training resumed in epoch 2 or later would make different
+    batches: mid-epoch it would repeat some sentences and skip others.
     """
     epoch = kwargs.get("epoch", 1)
     made_once = (
@@ -37,28 +37,28 @@ def with_first_epochs_batches(
 
 
 def with_processes(state_dict: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
-    """fairseq's ``EpochBatchIterator.state_dict``, and how many processes share the batches."""
+    """fairseq's ``EpochBatchIterator.state_dict`` with the number of processes that share the batches."""
     return {**state_dict(iterator), "num_shards": iterator.num_shards}
 
 
 def for_these_processes(
     load_state_dict: Callable[[Any, dict[str, Any]], None], iterator: Any, state: dict[str, Any]
 ) -> None:
-    """fairseq's ``EpochBatchIterator.load_state_dict``, at the place where other processes stopped (fs 3638).
+    """Rescale the offset when the number of processes changed (fs 3638).
 
-    fairseq saves how many batches each process has had, and skips as many for each of however many there are
-    now: half an epoch is seen twice, left out, or ends in a "dataloader mismatch".
+    fairseq saves the number of batches per process and skips that many per process after a resume. With
+    another number of processes, sentences are repeated or skipped, or a "dataloader mismatch" is raised.
     """
     then, now = state.get("num_shards", iterator.num_shards), iterator.num_shards
     if then != now and state.get("iterations_in_epoch", 0) > 0:
         seen = state["iterations_in_epoch"] * then
         state = {**state, "iterations_in_epoch": seen // now}
-        again = "" if seen % now == 0 else f", {seen % now} of them once more"
+        again = "" if seen % now == 0 else f", except {seen % now} that are repeated"
         if iterator.grouped_shuffling:
-            again += "; --grouped-shuffling orders them by the number of processes, so that these are others"
+            again += "; --grouped-shuffling orders batches by the number of processes: other ones are skipped"
         logger.warning(
-            f"processes: {then} when the checkpoint was saved in the middle of an epoch, {now} now; they "
-            f"go on behind its first {seen} batches{again}"
+            f"checkpoint saved mid-epoch with {then} processes, resuming with {now}: skipping the first "
+            f"{seen} batches{again}"
         )
     load_state_dict(iterator, state)
 
@@ -72,28 +72,28 @@ def with_last_validation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """fairseq's ``Trainer.load_checkpoint``; the schedule learns the validation loss of a whole epoch.
+    """fairseq's ``Trainer.load_checkpoint``, then reports the epoch's validation loss to the scheduler.
 
-    fairseq saves at the end of an epoch before it tells the schedule the loss. ``reduce_lr_on_plateau``
-    would go on with a learning rate that the uninterrupted training has reduced.
+    At the end of an epoch fairseq saves before it reports the loss. ``reduce_lr_on_plateau`` would resume
+    with a learning rate that the uninterrupted training has reduced.
     """
     extra = load_checkpoint(trainer, filename, reset_optimizer, reset_lr_scheduler, *args, **kwargs)
     if extra is not None and not reset_optimizer and not reset_lr_scheduler:
-        place = extra["train_iterator"]
-        if place.get("iterations_in_epoch") == 0 and extra.get("val_loss") is not None:
-            trainer.lr_step(place["epoch"] - 1, extra["val_loss"])
+        position = extra["train_iterator"]
+        if position.get("iterations_in_epoch") == 0 and extra.get("val_loss") is not None:
+            trainer.lr_step(position["epoch"] - 1, extra["val_loss"])
     return extra
 
 
 def with_bad_epochs(state_dict: Callable[[Any], dict[str, Any]], schedule: Any) -> dict[str, Any]:
-    """fairseq's ``reduce_lr_on_plateau.state_dict``, and for how many epochs there was no better loss."""
+    """fairseq's ``reduce_lr_on_plateau.state_dict`` with the number of epochs without a better loss."""
     return {**state_dict(schedule), "num_bad_epochs": schedule.lr_scheduler.num_bad_epochs}
 
 
 def load_bad_epochs(
     load_state_dict: Callable[[Any, dict[str, Any]], None], schedule: Any, state: dict[str, Any]
 ) -> None:
-    """fairseq's ``reduce_lr_on_plateau.load_state_dict``, of which ``--lr-patience`` goes on counting."""
+    """fairseq's ``load_state_dict`` of ``reduce_lr_on_plateau``, and restores num_bad_epochs."""
     load_state_dict(schedule, state)
     schedule.lr_scheduler.num_bad_epochs = state.get("num_bad_epochs", 0)
 
@@ -101,10 +101,10 @@ def load_bad_epochs(
 def with_advice_on_resets(
     load_checkpoint: Callable[..., Any], trainer: Any, filename: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``Trainer.load_checkpoint``, whose failures say which state does not fit.
+    """fairseq's ``Trainer.load_checkpoint`` with errors that name the state that does not fit.
 
     Raises:
-        SurfaceFusionError: the optimizer's or the learning-rate schedule's state is of another training.
+        SurfaceFusionError: the state of the optimizer or learning-rate schedule is from another training.
     """
     try:
         return load_checkpoint(trainer, filename, *args, **kwargs)
@@ -112,8 +112,8 @@ def with_advice_on_resets(
         if "parameter group" not in str(error):
             raise
         raise SurfaceFusionError(
-            f"the optimizer state in {filename} is of other parameters than this model's; add "
-            "--reset-optimizer"
+            f"the optimizer state in {filename} does not match the parameters of this model; "
+            "add --reset-optimizer"
         ) from error
     except KeyError as error:
         raise SurfaceFusionError(

@@ -135,7 +135,7 @@ def test_a_checkpoint_that_runs_code_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "foreign.pt"
     path.write_bytes(content)
-    with pytest.raises(SurfaceFusionError, match=r"foreign\.pt is truncated or no fairseq checkpoint"):
+    with pytest.raises(SurfaceFusionError, match=r"foreign\.pt is truncated or not a fairseq checkpoint"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path))
 
 
@@ -159,7 +159,7 @@ def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_state_dict_alone_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(SurfaceFusionError, match="no fairseq checkpoint"):
+    with pytest.raises(SurfaceFusionError, match="not a fairseq checkpoint"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "weights.pt"))
 
 
@@ -179,7 +179,7 @@ def test_missing_dictionary_is_named() -> None:
 
 def test_empty_data_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.en.bin").touch()
-    with pytest.raises(SurfaceFusionError, match=r"train\.en\.bin holds no sentence"):
+    with pytest.raises(SurfaceFusionError, match=r"train\.en\.bin has no sentences"):
         data_utils.load_indexed_dataset(str(tmp_path / "train.en"), Dictionary())
 
 
@@ -210,7 +210,7 @@ def test_a_sentence_longer_than_max_tokens_is_skipped_and_counted(caplog: pytest
 
 
 def test_overrides_that_are_no_dictionary() -> None:
-    with pytest.raises(SurfaceFusionError, match=r"--model-overrides \[1\] is no dictionary"):
+    with pytest.raises(SurfaceFusionError, match=r"--model-overrides \[1\] is not a dictionary"):
         checkpoint_utils.load_checkpoint_to_cpu("any.pt", [1])
 
 
@@ -341,13 +341,13 @@ def test_a_checkout_elsewhere_is_said_and_not_loaded_twice(
     elsewhere = copy_of_the_package(tmp_path, user_dir)
     with caplog.at_level(logging.WARNING):
         utils.import_user_module(argparse.Namespace(user_dir=str(elsewhere)))
-    assert f"--user-dir {elsewhere}" in caplog.text and "is imported already" in caplog.text
+    assert f"--user-dir {elsewhere}" in caplog.text and "is already imported" in caplog.text
 
 
 def test_another_version_elsewhere_is_refused(user_dir: Path, tmp_path: Path) -> None:
     elsewhere = copy_of_the_package(tmp_path, user_dir)
     (elsewhere / "version.py").write_text('__version__ = "9.9.9"\n')
-    with pytest.raises(SurfaceFusionError, match=r"surface-fusion 9\.9\.9, but 0\.1\.0 is imported already"):
+    with pytest.raises(SurfaceFusionError, match=r"surface-fusion 9\.9\.9, but 0\.1\.0 is already imported"):
         utils.import_user_module(argparse.Namespace(user_dir=str(elsewhere)))
 
 

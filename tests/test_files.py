@@ -92,16 +92,16 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match=r"No such file or directory; its folder does not exist"):
+    with pytest.raises(WriteError, match=r"No such file or directory; create the folder first"):
         write_text(tmp_path / "nowhere" / "a", "")
-    with pytest.raises(WriteError, match=r"Not a directory; write to another place"):
+    with pytest.raises(WriteError, match=r"Not a directory; write to another path"):
         write_text(tmp_path / "file" / "a", "")
 
 
 def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
-        with pytest.raises(SurfaceFusionError, match="is no file that could be written over"):
+        with pytest.raises(SurfaceFusionError, match="is not a regular file and cannot be overwritten"):
             write_text(path, "")
     assert Path("/dev/null").is_char_device()
 

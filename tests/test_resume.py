@@ -93,8 +93,8 @@ def test_batches_that_do_not_divide_come_once_more(caplog: pytest.LogCaptureFixt
     assert [batch for batch in left if batch in seen] == seen[4:]
     assert len(left) + len(seen) == 13 + 1
     assert (
-        "1 when the checkpoint was saved in the middle of an epoch, 2 now; they go on "
-        "behind its first 5 batches, 1 of them once more"
+        "checkpoint saved mid-epoch with 1 processes, resuming with 2: skipping the first 5 batches, "
+        "except 1 that are repeated"
     ) in caplog.text
 
 

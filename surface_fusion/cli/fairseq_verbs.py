@@ -1,4 +1,4 @@
-"""The verbs that are fairseq's own commands, run in this process with the package loaded."""
+"""Run fairseq's commands as verbs, in this process and with this package loaded."""
 
 import argparse
 import contextlib
@@ -21,6 +21,7 @@ from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
 from surface_fusion.cli.whole_results import whole_results
 from surface_fusion.compat import TRUST_VARIABLE
+from surface_fusion.compat.patching import replaced
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.notices import say_at_first_batch
@@ -35,9 +36,9 @@ class FairseqVerb:
         summary: one line for ``--help``.
         usage: what follows the verb on the command line.
         parser: the function in ``fairseq.options`` that builds its parser.
-        log_to: ``stdout`` where the log is the result, ``stderr`` where stdout carries translations.
-        loads_checkpoint: whether ``--trust-checkpoint`` means anything.
-        defaults: flags that stand before the user's, of which the last counts.
+        log_to: ``stdout`` if the log is the result, ``stderr`` if stdout has the translations.
+        loads_checkpoint: whether the command loads a checkpoint and takes ``--trust-checkpoint``.
+        defaults: flags prepended to the user's, which take precedence.
     """
 
     summary: str
@@ -56,7 +57,7 @@ FAIRSEQ_VERBS = {
         loads_checkpoint=False,
     ),
     "train": FairseqVerb(
-        "train a model, or go on with a training",
+        "train a model or resume training",
         "DATA [-a ARCH] --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
         "get_training_parser",
         log_to="stdout",
@@ -75,7 +76,7 @@ FAIRSEQ_VERBS = {
         "DATA --path CHECKPOINT --valid-subset valid [flags]",
         "get_validation_parser",
         log_to="stdout",
-        # fairseq's other commands have this default; without it fairseq-validate dies of KeyError: None.
+        # As in fairseq's other commands; without it fairseq-validate raises KeyError: None.
         defaults=("--task", "translation"),
     ),
 }
@@ -86,7 +87,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
 
     Args:
         verb: a key of ``FAIRSEQ_VERBS``.
-        argv: what follows the verb: flags of fairseq, of the model, and those of :func:`add_our_flags`.
+        argv: the arguments after the verb: flags of fairseq, of the model and of :func:`add_our_flags`.
     """
     spec = FAIRSEQ_VERBS[verb]
     ours = user_errors.OneLineParser(prog=f"surface-fusion {verb}", add_help=False, allow_abbrev=False)
@@ -125,7 +126,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
         if verb == "preprocess":
             check_ranges(vars(options.get_preprocessing_parser().parse_known_args(rest)[0]))
         command = importlib.import_module(f"fairseq_cli.{verb}")
-        if verb == "generate":  # whose main is not called by call_main
+        if verb == "generate":  # call_main does not call its main
             changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
         changes.enter_context(whole_results(verb, command))
         command.cli_main()
@@ -139,23 +140,23 @@ def _checked(main: Callable[..., Any], args: argparse.Namespace) -> Any:
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
-    """The flags that fairseq's command does not have."""
+    """Add the flags that fairseq's command does not have."""
     group = parser.add_argument_group("surface-fusion's own flags")
     group.add_argument(
-        "--show-config", action="store_true", help="log fairseq's whole configuration (20,000 characters)"
+        "--show-config", action="store_true", help="log fairseq's complete configuration (20,000 characters)"
     )
     if spec.loads_checkpoint:
         add_trust_flag(group)
 
 
 def add_trust_flag(parser: Any) -> None:
-    """``--trust-checkpoint``, for every verb that loads one."""
+    """Add ``--trust-checkpoint``, which every verb that loads a checkpoint has."""
     parser.add_argument(
         "--trust-checkpoint",
         action="store_true",
-        help="load checkpoints that hold arbitrary pickled objects, or name models and tasks other than "
-        "ours and plain Transformers; such a file can run any code, so use it only for files from people you "
-        "trust",
+        help="load checkpoints that contain arbitrary pickled objects or name other models and tasks than "
+        "SurfaceFusion models and plain Transformers; such a file can run any code, so use this only for "
+        "files from people you trust",
     )
 
 
@@ -173,7 +174,7 @@ def _user_dir(given: str | None) -> str:
 
 
 def print_help(verb: str, argv: Sequence[str]) -> None:
-    """fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
+    """Print fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
     spec = FAIRSEQ_VERBS[verb]
     parser = getattr(options, spec.parser)()
     parser.usage = f"surface-fusion {verb} {spec.usage}"
@@ -198,12 +199,12 @@ def print_help(verb: str, argv: Sequence[str]) -> None:
 
 
 class _HelpPrinted(Exception):
-    """Ends fairseq's parsing."""
+    """Ends fairseq's parsing after the help was printed."""
 
 
 @dataclass(frozen=True)
 class _Main:
-    """fairseq's ``main``; a process that fairseq spawns for it is set up as this one and fails like it."""
+    """fairseq's ``main``; processes spawned for it set up logging and report errors as this one does."""
 
     set_up: Callable[[], None]
     main: Callable[..., None]
@@ -216,7 +217,7 @@ class _Main:
 
 
 def _unpickled_main(set_up: Callable[[], None], main: Callable[..., None]) -> Callable[..., None]:
-    """Called in a spawned process, before fairseq does anything there."""
+    """Set up a spawned process; called before fairseq's code runs there."""
     set_up()
     return functools.partial(_main_of_child, main)
 
@@ -228,24 +229,13 @@ def _main_of_child(main: Callable[..., None], *args: Any, **kwargs: Any) -> None
         line = user_errors.user_line(exception)
         if line is None:
             raise
-        # The parent gets the text of the traceback, see user_errors.CHILD_ERROR.
+        # The parent receives the text of the traceback, see user_errors.CHILD_ERROR.
         raise SurfaceFusionError(line) from None
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """*owner.name* is *value* for the time being."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def trusted_checkpoints(trust: bool = True) -> Iterator[None]:
-    """If *trust*, torch's own switch for full unpickling, for the time being; child processes inherit it."""
+    """If *trust*, allow full unpickling by torch's variable during the block, also in child processes."""
     if not trust:
         yield
         return

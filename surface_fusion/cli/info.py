@@ -1,4 +1,4 @@
-"""``surface-fusion info``: what a checkpoint is; without one, the versions for a bug report."""
+"""``surface-fusion info``: describe a checkpoint, or print the versions for a bug report."""
 
 import contextlib
 import copy
@@ -25,16 +25,16 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.version import __version__
 
-SUMMARY = "what a checkpoint is; without one, the versions to put into a bug report"
+SUMMARY = "describe a checkpoint; without one, print the versions for a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
-# Validation metrics that fairseq logs to base 2.
+# Validation metrics that fairseq logs in base 2.
 BITS = ("loss", "nll_loss", "normalized_nll_loss")
-# Entries of a state dict that are no parameters.
+# Entries of a state dict that are not parameters.
 BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print what the command line asks for."""
+    """Print the facts about a checkpoint, or the versions."""
     parser = OneLineParser(
         prog="surface-fusion info",
         description=SUMMARY,
@@ -52,6 +52,10 @@ def run(argv: Sequence[str]) -> None:
     if args.json:
         print(json.dumps(facts))
         return
+    if files := facts.get("averaged"):
+        facts["averaged"] = (
+            f"of {len(files)} files, {', '.join(files)}; updates and best loss are those of the last"
+        )
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):<{width}}  {_in_words(value)}")
@@ -62,13 +66,11 @@ def _in_words(value: Any) -> str:
         return "yes" if value else "no"
     if value is None:
         return "-"
-    if isinstance(value, list):
-        return f"of {len(value)} files, {', '.join(value)}; updates and best loss are those of the last"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def versions() -> dict[str, Any]:
-    """What a bug report needs to name."""
+    """Versions of the packages, and the devices, for a bug report."""
     found = []
     for name in FAIRSEQ_DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -86,13 +88,13 @@ def versions() -> dict[str, Any]:
 
 
 def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
-    """What the checkpoint *path* is.
+    """Describe the checkpoint *path*.
 
-    ``safe_to_load`` is true where every verb loads it without ``--trust-checkpoint``; ``unsafe_because`` says
-    what stands against it.
+    ``safe_to_load`` is true if every verb loads it without ``--trust-checkpoint``; otherwise
+    ``unsafe_because`` lists the reasons.
 
     Raises:
-        SurfaceFusionError: it cannot be loaded, or not without trusting it and *trust* is false.
+        SurfaceFusionError: it cannot be loaded, or *trust* is false and loading it would need that.
     """
     unsafe = []
     try:
@@ -137,7 +139,7 @@ def _load(path: str) -> Any:
 
 
 def _metric(cfg: Any) -> str:
-    """What fairseq has called the best loss: ``--best-checkpoint-metric``, of the validation set."""
+    """The metric that the best loss refers to: ``--best-checkpoint-metric`` on the validation set."""
     name = cfg.checkpoint.best_checkpoint_metric
     if name not in BITS:
         return f"validation {name}"
@@ -151,18 +153,18 @@ def _metric(cfg: Any) -> str:
 
 
 def _languages(task: Any) -> str:
-    """By the flags, or as fairseq finds them without: by the data folder's files, where that still is."""
+    """The language pair by the flags, otherwise by the files in the data folder, as fairseq infers it."""
     source, target = task.get("source_lang"), task.get("target_lang")
     folders = utils.split_paths(task.get("data") or "")
     if source is None and folders and os.path.isdir(folders[0]):
         source, target = data_utils.infer_language_pair(folders[0])
     if source is None:
-        return "not recorded: trained without -s and -t, and its data folder is not here"
+        return "not recorded: trained without -s and -t, and its data folder does not exist"
     return f"{source}-{target}"
 
 
 def _count(tensors: dict[str, torch.Tensor]) -> int:
-    """Numbers in *tensors*; what two of them share counts once."""
+    """Number of values in *tensors*; tensors that share memory count once."""
     return sum({(t.data_ptr(), t.shape): t.numel() for t in tensors.values()}.values())
 
 
@@ -175,7 +177,7 @@ def _architecture(model_cfg: Any) -> str:
 
 
 def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
-    """*model_cfg* (a Namespace or YAML configuration) as a model is built from it; None: not one of ours."""
+    """The complete configuration of *model_cfg* (Namespace or YAML); None if not a SurfaceFusion model."""
     architecture = _architecture(model_cfg)
     if not architecture.startswith(MODEL_NAME):
         return None
@@ -191,7 +193,7 @@ def _is_unnormalised(model_cfg: Any) -> bool:
 
 
 def fusion_in_words(model_cfg: Any) -> str:
-    """What the flags of *model_cfg* (a Namespace or YAML configuration) make of the softmax layer."""
+    """Describe the fusion that the flags of *model_cfg* (a Namespace or YAML configuration) select."""
     cfg = _complete(model_cfg)
     if cfg is None:
         return "none: not a model of surface-fusion"

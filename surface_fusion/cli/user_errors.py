@@ -1,20 +1,20 @@
-"""Which exceptions are a user's mistake, and the one line that says so."""
+"""Decide which exceptions are a user's mistake, and report these in one line."""
 
 import argparse
 import difflib
 import re
 from typing import Any, NoReturn, Optional
 
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, shorten
 
-# What a child process of torch's spawn leaves of an exception: the last line of its traceback.
+# torch's spawn passes an exception of a child process on as the text of its traceback.
 CHILD_ERROR = re.compile(
     rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
 )
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are :class:`SurfaceFusionError`, and whose options have one value."""
+    """An argument parser that raises :class:`SurfaceFusionError`; an option may have one value only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _StoreOne(argparse._StoreAction):
-    """argparse's default action, which here refuses a second value instead of forgetting the first."""
+    """argparse's default action, but a second, different value is an error."""
 
     def __call__(
         self,
@@ -50,7 +50,7 @@ class _StoreOne(argparse._StoreAction):
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """What ``ArgumentParser.error`` should do: one line, also where there are 200 choices.
+    """Raise *message* as one line; a list of choices longer than 300 characters is left out.
 
     Raises:
         SurfaceFusionError: always.
@@ -63,14 +63,14 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def user_line(exception: BaseException) -> str | None:
-    """The line for the user if *exception*, or one that it replaced, is a user's mistake; else None."""
+    """The error line if *exception*, or one in its chain, is a user's mistake; else None."""
     chain = [exception]
     while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(earlier)
     for link in chain:
         if isinstance(link, SurfaceFusionError):
             return " ".join(str(link).split())
-    for link in reversed(chain):  # the earliest says most
+    for link in reversed(chain):  # the earliest is the most specific
         line = _known_line(link)
         if line is not None:
             return " ".join(line.split())
@@ -82,8 +82,8 @@ def _known_line(exception: BaseException) -> str | None:
     if child := CHILD_ERROR.findall(text):
         return str(child[-1])
     if isinstance(exception, FileExistsError):
-        return f"{exception.filename or text} exists already; remove it, or write elsewhere"
-    if isinstance(exception, FloatingPointError):  # fairseq looks for the NaN, and may fail in that
+        return f"{exception.filename or text} already exists; remove it or write to another path"
+    if isinstance(exception, FloatingPointError):  # may be followed by an error of fairseq's NaN detector
         if text == "gradients are Nan/Inf":
             return f"the training diverged, {text}; lower --lr or warm up longer"
         return text
@@ -92,23 +92,19 @@ def _known_line(exception: BaseException) -> str | None:
     if isinstance(exception, FileNotFoundError):
         return text
     if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
-        return _shortened(text) + "; was the checkpoint trained with other flags?"
+        return shorten(text, 300) + "; was the checkpoint trained with other flags?"
     origin = _raised_in(exception)
     if origin == "ast":
-        return f"--model-overrides is no Python dictionary: {text}"
+        return f"--model-overrides is not a Python dictionary: {text}"
     if origin.split(".")[0] in ("fairseq", "fairseq_cli") and text:
-        # How fairseq speaks to users: bare exceptions, OSErrors of its own, messages that name a flag, and
-        # "world size is 2 but have 0 available devices".
+        # fairseq reports users' mistakes by Exception, OSError, and by assertions and ValueErrors that name a
+        # flag or come from its distributed module ("world size is 2 but have 0 available devices").
         if type(exception) in (Exception, OSError):
             return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or origin == "fairseq.distributed.utils"
         if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
             return text
     return None
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def _raised_in(exception: BaseException) -> str:

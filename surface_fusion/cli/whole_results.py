@@ -1,6 +1,7 @@
-"""What fairseq's ``preprocess`` and ``generate`` write is there when they are done, or not at all."""
+"""Make the outputs of preprocess and generate atomic."""
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -10,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from surface_fusion.compat.patching import replaced
 from surface_fusion.files import FULL, WriteError, atomic_write
 
 LOG = "preprocess.log"
@@ -17,40 +19,36 @@ LOG = "preprocess.log"
 
 @contextlib.contextmanager
 def whole_results(verb: str, command: Any) -> Iterator[None]:
-    """For the time being, *command* (a module of ``fairseq_cli``) leaves no half-written files.
+    """Let *command* (a module of ``fairseq_cli``) write complete files or none, while the block runs.
 
     Raises:
-        SurfaceFusionError: what the verb writes cannot be written; the place is as it was before.
+        SurfaceFusionError: an output cannot be written; earlier files are unchanged.
     """
     if verb == "generate":
-        command.open = _open  # fairseq's main finds it before Python's own
+        command.open = _open  # hides Python's open from fairseq's main
         try:
             yield
         finally:
             del command.open
     elif verb == "preprocess":
-        main = command.main
-        command.main = lambda args: _preprocess(main, args, command.logger)
-        raise_exceptions, logging.raiseExceptions = logging.raiseExceptions, False
-        try:
+        main = functools.partial(_preprocess, command.main, command.logger)
+        with replaced(command, "main", main), replaced(logging, "raiseExceptions", False):
             yield
-        finally:
-            command.main, logging.raiseExceptions = main, raise_exceptions
     else:
         yield
 
 
 @contextlib.contextmanager
 def _open(path: str, mode: str, buffering: int, encoding: str) -> Iterator[io.TextIOWrapper]:
-    """What ``fairseq_cli.generate`` opens: the file of ``--results-path``."""
+    """Replaces ``open`` in ``fairseq_cli.generate``, which opens the file of ``--results-path``."""
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding=encoding)
         yield text
         text.detach()  # flushes; atomic_write closes
 
 
-def _preprocess(main: Callable[[Namespace], None], args: Namespace, logger: logging.Logger) -> None:
-    """``fairseq_cli.preprocess.main`` writes to a new folder in *args.destdir*; then files are moved."""
+def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args: Namespace) -> None:
+    """Run ``fairseq_cli.preprocess.main`` in a new folder in *args.destdir*, then move the files there."""
     destdir = args.destdir
     _refuse_other_dictionaries(args)
     made = not os.path.exists(destdir)
@@ -59,8 +57,8 @@ def _preprocess(main: Callable[[Namespace], None], args: Namespace, logger: logg
         args.destdir = tempfile.mkdtemp(prefix=".preprocess.", suffix=".tmp", dir=destdir)
     except OSError as error:
         raise WriteError(destdir, error) from error
-    says_where = _NamesFolder(args.destdir, destdir)
-    logger.addFilter(says_where)
+    renames = _RenameFolder(args.destdir, destdir)
+    logger.addFilter(renames)
     try:
         main(args)
         _close_logs(logger, args.destdir)
@@ -70,17 +68,17 @@ def _preprocess(main: Callable[[Namespace], None], args: Namespace, logger: logg
             raise
         raise WriteError(destdir, error) from error
     finally:
-        logger.removeFilter(says_where)
+        logger.removeFilter(renames)
         _close_logs(logger, args.destdir)
         shutil.rmtree(args.destdir, ignore_errors=True)
         args.destdir = destdir
         if made:
-            with contextlib.suppress(OSError):  # not empty: it was a success
+            with contextlib.suppress(OSError):  # not empty after a success
                 os.rmdir(destdir)
 
 
 def _refuse_other_dictionaries(args: Namespace) -> None:
-    """As fairseq does, which now looks into an empty folder."""
+    """Raise FileExistsError if a dictionary exists; fairseq checks only the new, empty folder."""
     languages = [] if args.srcdict else [args.source_lang]
     languages += [] if args.only_source or args.tgtdict else [args.target_lang]
     for language in languages:
@@ -99,7 +97,7 @@ def _move(source: str, target: str) -> None:
 
 
 def _close_logs(logger: logging.Logger, folder: str) -> None:
-    """fairseq opens a log and never closes it."""
+    """Close the log files in *folder*, which fairseq leaves open."""
     prefix = os.path.join(os.path.abspath(folder), "")
     for handler in list(logger.handlers):
         if isinstance(handler, logging.FileHandler) and handler.baseFilename.startswith(prefix):
@@ -108,8 +106,8 @@ def _close_logs(logger: logging.Logger, folder: str) -> None:
                 handler.close()
 
 
-class _NamesFolder(logging.Filter):
-    """Names the folder that the user gave in messages that name the new one."""
+class _RenameFolder(logging.Filter):
+    """Rewrites log messages: temporary folder -> the user's folder."""
 
     def __init__(self, new: str, given: str) -> None:
         super().__init__()

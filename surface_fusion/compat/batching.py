@@ -1,4 +1,4 @@
-"""Data folders, and sentences that fairseq loses or fails on."""
+"""Report missing data, skip overlong sentences, read split training sets."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def explain_missing_data() -> None:
 
     def setup(original: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
         folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
-        for folder in filter(None, folders):  # dummy tasks have none
+        for folder in filter(None, folders):  # dummy tasks have no folder
             if "://" not in folder and not os.path.isdir(folder):
                 raise SurfaceFusionError(
                     f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
@@ -27,13 +27,13 @@ def explain_missing_data() -> None:
         except FileNotFoundError as error:
             raise SurfaceFusionError(
                 f"data folder {folders[0]} has no {os.path.basename(str(error.filename))}; give the folder "
-                "that fairseq-preprocess wrote, and its languages"
+                "that fairseq-preprocess wrote, and the languages of its files"
             ) from error
 
     def load(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
         if os.path.isfile(path + ".bin") and os.path.getsize(path + ".bin") == 0:
             raise SurfaceFusionError(
-                f"data file {path}.bin holds no sentence; preprocess a text that is not empty"
+                f"data file {path}.bin has no sentences; preprocess a text that is not empty"
             )
         return original(path, *args, **kwargs)
 
@@ -42,9 +42,9 @@ def explain_missing_data() -> None:
 
 
 def skip_overlong_sentences() -> None:
-    """Skip and count what is longer than the model's positions (fs 1853, 2998, 2650).
+    """Skip and count sentences longer than the model's positions (fs 1853, 2998, 2650).
 
-    fairseq does so in training, but ends a validation or a generation at the first such sentence.
+    fairseq does so in training, but raises at the first such sentence in validation and generation.
     """
 
     def keep_short(
@@ -66,8 +66,8 @@ def skip_overlong_sentences() -> None:
     wrap(FairseqTask, "filter_indices_by_size", keep_short)
 
 
-def mend_data_in_parts() -> None:
-    """Let ``train``, ``train1`` ... be read without ``--upsample-primary`` (fs 3644, whose default is -1)."""
+def accept_split_training_sets() -> None:
+    """Accept train, train1, ... when ``--upsample-primary`` has its default -1 (fs 3644)."""
 
     def init(original: Callable[..., None], self: Any, datasets: Any, sample_ratios: Any = 1) -> None:
         if not isinstance(sample_ratios, int):

@@ -1,9 +1,8 @@
-"""Loaded checkpoints are whole and finite; a training goes on from the newest file that is.
+"""Verify checksums and finiteness of checkpoints; resume from the newest intact one.
 
-torch stores a CRC-32 of each record of a checkpoint (of each tensor, and of the rest), and never compares
-it: a flipped bit is loaded as a weight. Here it is compared before a file is loaded, which takes 0.1 s for 60
-million fp32 parameters. Files without (torch before 1.6, or ``torch.serialization.set_crc32_options(False)``)
-load unchecked.
+torch stores a CRC-32 per record but does not verify it: a flipped bit is loaded as a weight. Here it is
+verified before a file is loaded, which takes 0.1 s for 60 million fp32 parameters. Files without checksums
+(torch before 1.6, or ``torch.serialization.set_crc32_options(False)``) are loaded unchecked.
 """
 
 import contextlib
@@ -30,39 +29,39 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.+_[-.\d]+)\.pt")
-"""What a training writes; other names are of averages and copies."""
+"""File names that a training writes; averages and copies have other names."""
 LAST = "checkpoint_last.pt"
-"""fairseq's default of ``--restore-file``."""
+"""The default of ``--restore-file``."""
 NO_VALUES = re.compile(r"mask|\._float_tensor$", re.IGNORECASE)
-"""Masks, in which infinity has a meaning, and memory that fairseq never sets nor reads."""
+"""Names of masks, where infinity has a meaning, and of a buffer that fairseq never sets or reads."""
 NAMED = 2
-"""How many parameters an error names."""
+"""Maximum number of parameters that an error names."""
 
 
 class DamagedCheckpointError(SurfaceFusionError):
-    """A checkpoint is truncated, or what it holds is not what was written."""
+    """A checkpoint is truncated, or its content differs from what was written."""
 
 
 class NotFiniteError(SurfaceFusionError):
-    """A checkpoint holds NaN or infinity.
+    """A checkpoint contains NaN or infinity.
 
     Attributes:
-        found: the first such tensor, in words.
+        found: description of the first such tensor.
         state: the checkpoint.
     """
 
-    def __init__(self, path: str, found: str, state: Any) -> None:
-        advice = "add --reset-optimizer" if found.startswith(OPTIMIZER_STATE) else "use an older checkpoint"
+    def __init__(self, path: str, found: str, state: Any, in_optimizer: bool) -> None:
+        advice = "add --reset-optimizer" if in_optimizer else "use an older checkpoint"
         super().__init__(f"checkpoint {path}: {found}; {advice}")
         self.found, self.state = found, state
 
 
 @dataclass(frozen=True)
 class _Resume:
-    """What the trainer wants of the checkpoint that it loads.
+    """How the trainer uses the checkpoint that it loads.
 
     Attributes:
-        folder: where to look for another file instead of a damaged one; None if there must be no other.
+        folder: where to search for a replacement of a damaged file; None if it must not be replaced.
         optimizer: whether the optimizer's state is used.
     """
 
@@ -74,12 +73,12 @@ _resume: ContextVar[Optional[_Resume]] = ContextVar("_resume", default=None)
 
 
 def check_loaded_checkpoints() -> None:
-    """Refuse damaged checkpoints and those that are not finite; resume from the newest whole one.
+    """Refuse damaged checkpoints and those that are not finite; resume from the newest intact one.
 
-    fairseq (torch) loads flipped weights in silence, translates with NaN, and stops at a truncated
-    ``checkpoint_last.pt`` although whole checkpoints lie beside it.
+    fairseq loads flipped weights without an error, translates with NaN, and fails on a truncated
+    ``checkpoint_last.pt`` even if the folder has intact checkpoints.
     """
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_whole)
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_intact)
     wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema)
     wrap(Trainer, "load_checkpoint", _load_for_training)
 
@@ -105,13 +104,13 @@ def _load_for_training(
 
 
 def _warn_of_others(folder: str) -> None:
-    """Say that a training starts anew in a folder that holds checkpoints, as fairseq does in silence."""
+    """Log a warning if a training starts from scratch in a folder with checkpoints; fairseq logs none."""
     others = _checkpoints_in(folder) if os.path.isdir(folder) else []
     if others:
         newest = max(others, key=os.path.getmtime)
         logger.warning(
-            f"{folder} has no {LAST}: training starts from the beginning and writes over checkpoints there; "
-            f"to go on, add --restore-file {newest}"
+            f"{folder} has no {LAST}: training starts from scratch and overwrites checkpoints there; "
+            f"to resume, add --restore-file {newest}"
         )
 
 
@@ -120,18 +119,18 @@ def _checkpoints_in(folder: str) -> list[str]:
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
 
-def _load_whole(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu`` with the checks of this file."""
+def _load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu`` with the checks of this module."""
     resume = _resume.get()
     try:
         state = _load_checked(load, path, *args, **kwargs)
     except DamagedCheckpointError as damage:
         if resume is None or resume.folder is None:
             raise
-        path, state = _newest_whole(load, resume.folder, path, damage, *args, **kwargs)
+        path, state = _newest_intact(load, resume.folder, path, damage, *args, **kwargs)
     found = not_finite(state, optimizer=resume is not None and resume.optimizer)
     if found is not None:
-        raise NotFiniteError(path, found, state)
+        raise NotFiniteError(path, found, state, in_optimizer=not_finite(state, optimizer=False) is None)
     return state
 
 
@@ -146,36 +145,36 @@ def _load_checked(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any
     try:
         return load(path, *args, **kwargs)
     except DamagedCheckpointError as error:
-        if checked:  # as it was written, but no checkpoint
+        if checked:  # intact, but not a checkpoint
             raise SurfaceFusionError(str(error)) from error
         raise
 
 
-def _newest_whole(
+def _newest_intact(
     load: Callable[..., Any], folder: str, damaged: str, damage: Exception, *args: Any, **kwargs: Any
 ) -> tuple[str, Any]:
-    """The whole checkpoint of *folder* with the most updates, and its content."""
+    """Path and content of the intact checkpoint in *folder* with the most updates."""
     others = [path for path in _checkpoints_in(folder) if path != damaged]
     updates = {path: count for path in others if (count := _updates(path)) is not None}
     for path in sorted(updates, key=lambda path: (updates[path], os.path.getmtime(path)), reverse=True):
         try:
             state = _load_checked(load, path, *args, **kwargs)
         except SurfaceFusionError as error:
-            logger.warning(f"passed over: {error}")
+            logger.warning(f"skipping {path}: {error}")
             continue
-        logger.warning(f"{damage}; going on from {path} ({updates[path]} updates), the newest whole one")
+        logger.warning(f"{damage}; resuming from {path} ({updates[path]} updates), the newest intact one")
         return path, state
     raise DamagedCheckpointError(
-        f"{damage}; {folder} has no whole checkpoint to go on from: remove {damaged} to start anew"
+        f"{damage}; {folder} has no intact checkpoint to resume from; remove {damaged} to start from scratch"
     ) from damage
 
 
 def _updates(path: str) -> Optional[int]:
-    """How many updates a checkpoint has behind it, without reading its tensors; None if it cannot say.
+    """Number of updates of a checkpoint, without reading its tensors.
 
-    Averages have no training to go on with.
+    None for averages, which cannot be resumed, and for unreadable files.
     """
-    with contextlib.suppress(Exception):  # what torch raises on a damaged file is anybody's guess
+    with contextlib.suppress(Exception):  # torch raises various exceptions on damaged files
         state = torch.load(path, map_location="cpu", mmap=True)
         if "averaged" not in state:
             return int(state["optimizer_history"][-1]["num_updates"])
@@ -186,14 +185,13 @@ def _updates(path: str) -> Optional[int]:
 
 
 def check_records(path: str) -> bool:
-    """Compare what *path* holds with the checksums in it.
+    """Verify the checksums in the file *path*.
 
     Returns:
-        Whether it has any.
+        Whether it has checksums.
 
     Raises:
-        DamagedCheckpointError: a record differs from what was written; with the parameter's name, where that
-            can be told.
+        DamagedCheckpointError: a record does not match its checksum; with the parameter's name if known.
     """
     if PathManager.path_requires_pathmanager(path) or not os.path.isfile(path):
         return False
@@ -210,15 +208,16 @@ def check_records(path: str) -> bool:
                 if found != record.CRC:
                     damaged[record.filename] = found
     except PermissionError:
-        return False  # which loading reports
-    except Exception as error:  # zipfile raises many kinds on damaged headers
+        return False  # reported by loading
+    except Exception as error:  # zipfile raises various exceptions on damaged headers
         raise _damaged(path, f"its table of contents cannot be read ({type(error).__name__})") from error
     if damaged:
         structure = next((name for name in damaged if name.endswith("/data.pkl")), None)
         names = [] if structure else _names_of_tensors(path, set(damaged.values()))
-        if len(names) > NAMED:  # one piece of memory, as that of flat_adam on a CPU
-            names[NAMED:] = [f"{len(names) - NAMED} more of the same memory"]
-        raise _damaged(path, f"{', '.join(names) or structure or next(iter(damaged))} is not as it was saved")
+        if len(names) > NAMED:  # tensors in one storage, such as those of flat_adam on a CPU
+            names[NAMED:] = [f"{len(names) - NAMED} more tensors in the same storage"]
+        where = ", ".join(names) or structure or next(iter(damaged))
+        raise _damaged(path, f"checksum mismatch in {where}")
     return True
 
 
@@ -229,10 +228,10 @@ def _damaged(path: str, what: str) -> DamagedCheckpointError:
 
 
 def _checksum(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Optional[int]:
-    """CRC-32 of what is stored; None if that cannot be read."""
+    """CRC-32 of the stored data; None if it cannot be read."""
     try:
         with archive.open(record) as file:
-            file._expected_crc = None  # type: ignore[attr-defined]  # zipfile's own check reads no further
+            file._expected_crc = None  # type: ignore[attr-defined]  # disables zipfile's check, which stops reading
             checksum, size = 0, 0
             while part := file.read(1 << 22):
                 checksum, size = zlib.crc32(part, checksum), size + len(part)
@@ -242,7 +241,7 @@ def _checksum(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Optional[int
 
 
 def _names_of_tensors(path: str, checksums: set[Optional[int]]) -> list[str]:
-    """Names of the tensors in *path* whose memory has one of *checksums*."""
+    """Names of the tensors in *path* whose storage has one of *checksums*."""
     with contextlib.suppress(Exception):
         state = torch.load(path, map_location="cpu", mmap=True)
         return [name for name, tensor in _named_tensors(state) if _checksum_of(tensor) in checksums]
@@ -250,7 +249,7 @@ def _names_of_tensors(path: str, checksums: set[Optional[int]]) -> list[str]:
 
 
 def _checksum_of(tensor: Tensor) -> int:
-    """CRC-32 of all memory that *tensor* is in."""
+    """CRC-32 of the storage of *tensor*."""
     memory: Any = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
     return zlib.crc32(memory.numpy())
 
@@ -259,10 +258,10 @@ def _checksum_of(tensor: Tensor) -> int:
 
 
 def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
-    """The first tensor of a checkpoint that holds NaN or infinity, in words; None if there is none.
+    """Describe the first tensor of a checkpoint that contains NaN or infinity; None if there is none.
 
-    Reads the parameters and buffers, those of EMA, and with *optimizer* the optimizer's state. Left out
-    are :data:`NO_VALUES`.
+    Checks parameters and buffers, those of EMA, and with *optimizer* the optimizer state last. Names that
+    match :data:`NO_VALUES` are skipped.
     """
     parts = {"model": state.get("model")}
     extra = state.get("extra_state")
@@ -274,38 +273,37 @@ def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
         if not tensor.is_floating_point() or not tensor.numel() or NO_VALUES.search(name):
             continue
         if tensor.layout is not torch.strided or tensor.is_meta:
-            continue  # no parameter of fairseq's
+            continue  # not a parameter of fairseq
         values = _each_once(tensor.detach())
-        # Four times as quick as isfinite; NaN is both the smallest and the largest.
+        # Four times as fast as isfinite; aminmax returns NaN if there is one.
         if not all(math.isfinite(bound) for bound in torch.aminmax(values)):
-            return _in_words(name, values)
+            return _described(name, values)
     return None
 
 
 def _each_once(tensor: Tensor) -> Tensor:
-    """*tensor*, or its memory where that is smaller: one number can stand for terabytes (``expand``)."""
+    """*tensor*, or its storage if that is smaller: an expanded number may have the shape of terabytes."""
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         tensor = torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())  # type: ignore[call-overload]
-    return tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no float8
+    return tensor.float() if tensor.element_size() == 1 else tensor  # torch does not compare float8
 
 
-def _in_words(name: str, tensor: Tensor) -> str:
+def _described(name: str, tensor: Tensor) -> str:
     wrong = tensor.isfinite().logical_not()
-    place = wrong.nonzero()[0].tolist()
-    value = float(tensor[tuple(place)])
-    return f"{name} is not finite ({value} at {place}, {int(wrong.sum()):,} of {tensor.numel():,} values)"
+    index = wrong.nonzero()[0].tolist()
+    value = float(tensor[tuple(index)])
+    return f"{name} is not finite ({value} at {index}, {int(wrong.sum()):,} of {tensor.numel():,} values)"
 
 
-OPTIMIZER_STATE = "optimizer state "
 _KINDS = {
     "model": "parameter ",
-    "last_optimizer_state": OPTIMIZER_STATE,
+    "last_optimizer_state": "optimizer state ",
     "ema": "EMA parameter ",
 }
 
 
 def _named_tensors(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint, or of parts of one, with names for the user."""
+    """Names for messages, and tensors, of a checkpoint or of parts of one."""
     for part, value in state.items():
         for name, tensor in _walk(value, ()):
             yield _KINDS.get(part, f"{part} ") + ".".join(name), tensor

@@ -1,4 +1,4 @@
-"""Loading checkpoints: torch refuses unknown classes, and what a bad file is says one line."""
+"""Load checkpoints with torch's safe unpickler and report unreadable files in one line."""
 
 import argparse
 import collections
@@ -25,12 +25,13 @@ TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def allow_checkpoint_classes() -> None:
-    """Let torch load fairseq's checkpoints safely (fs 5610, 5603; torch >= 2.6 refuses unknown classes).
+    """Register the classes in fairseq's checkpoints with torch's safe unpickler (fs 5610, 5603).
 
-    Namespace: arguments. numpy: BLEU values of ``--eval-bleu`` runs, under numpy 1 and 2 names. omegaconf and
-    the rest: a resume by several processes sends the whole state through ``torch.load``.
+    torch >= 2.6 refuses unknown classes. Namespace holds the arguments; numpy, under its names in versions 1
+    and 2, the BLEU values of ``--eval-bleu``. omegaconf and the rest are needed to resume with several
+    processes, which pass the whole state through ``torch.load``.
     """
-    # numpy 1.26 has a numpy._core too, but not with everything in it.
+    # numpy 1.26 has a numpy._core too, but an incomplete one.
     multiarray = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
     numpy_functions = [
         (getattr(multiarray, name), f"numpy.{core}.multiarray.{name}")
@@ -51,9 +52,9 @@ def allow_checkpoint_classes() -> None:
 
 
 def explain_bad_checkpoints() -> None:
-    """Answer a file that is no checkpoint, or not a safe one, in one line instead of a traceback.
+    """Report a file that is not a checkpoint, or not a safe one, in one line instead of a traceback.
 
-    Also lets a checkpoint of the published code find its model: it names fairseq's architectures.
+    Also sets the architecture of checkpoints of the published code, which name one of fairseq's.
     """
 
     def load(
@@ -61,7 +62,8 @@ def explain_bad_checkpoints() -> None:
     ) -> Any:
         if arg_overrides is not None and not isinstance(arg_overrides, dict):
             raise SurfaceFusionError(
-                f"--model-overrides {arg_overrides} is no dictionary; give one, like \"{{'sf_gate': 0.9}}\""
+                f"--model-overrides {arg_overrides} is not a dictionary; give one, "
+                "such as \"{'sf_gate': 0.9}\""
             )
         try:
             return original(path, arg_overrides, *args, **kwargs)
@@ -70,10 +72,10 @@ def explain_bad_checkpoints() -> None:
         except IsADirectoryError:
             raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
         except PermissionError:
-            raise SurfaceFusionError(f"checkpoint {path} may not be read; check its permissions") from None
+            raise SurfaceFusionError(f"checkpoint {path} cannot be read; check its permissions") from None
         except SurfaceFusionError:
             raise
-        except Exception as error:  # what torch raises on a strange file is anybody's guess
+        except Exception as error:  # torch raises various exceptions on malformed files
             unknown = re.search(r"GLOBAL (\S+)", str(error))
             if isinstance(error, pickle.UnpicklingError) and unknown is not None:
                 raise SurfaceFusionError(
@@ -82,13 +84,13 @@ def explain_bad_checkpoints() -> None:
                     f"{TRUST_VARIABLE}=1 (fairseq commands)"
                 ) from error
             raise DamagedCheckpointError(
-                f"checkpoint {path} is truncated or no fairseq checkpoint ({type(error).__name__}); give a "
-                "file that fairseq-train wrote"
+                f"checkpoint {path} is truncated or not a fairseq checkpoint ({type(error).__name__}); give "
+                "a file that fairseq-train wrote"
             ) from error
 
     def upgrade(original: Callable[..., Any], state: Any) -> Any:
         if not isinstance(state, dict) or "model" not in state:
-            raise KeyError("model")  # for load, which knows the path
+            raise KeyError("model")  # for load, which adds the path
         args: Any = state.get("args")
         if hasattr(args, "sf_fuision_mode") and not str(args.arch).startswith("transformer_surface_fusion"):
             args.arch = "transformer_surface_fusion"

@@ -1,9 +1,10 @@
-"""Saving checkpoints: each file is whole or not there, and a full disk is one line."""
+"""Save checkpoints atomically and report write errors in one line."""
 
 import logging
 import os
 import resource
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +21,21 @@ from surface_fusion.files import WriteError, atomic_write, remove_abandoned
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""As many as fairseq makes."""
+"""Number of attempts to save, as in fairseq."""
 PAUSE = 2.5
 """Seconds between two attempts, as in fairseq."""
 
 MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cpu_adam": 2, "adagrad": 1}
-"""How many fp32 numbers an optimizer keeps for each that it trains, at least; others 0."""
+"""Number of fp32 state values per trained parameter (lower bound; 0 if not listed)."""
 
 
-def save_whole_checkpoints() -> None:
-    """Write checkpoints, and their copies, beside their place and rename them.
+def save_atomically() -> None:
+    """Write checkpoints and their copies to temporary files and rename these.
 
-    fairseq copies ``checkpoint_best.pt`` and ``checkpoint_last.pt`` in place: a process that is killed
-    meanwhile leaves half a file, at which the next start stops. Where saving fails it waits 5 s, appends
-    its other attempts to what the first has written, and leaves the temporary file behind. It tests
-    ``--save-dir`` by writing and removing a file named ``dummy``, whoever owns that.
+    fairseq copies ``checkpoint_best.pt`` and ``checkpoint_last.pt`` in place: a process killed meanwhile
+    leaves a partial file, and the next start fails on it. If saving fails, fairseq waits 5 s, appends further
+    attempts to the output of the first, and leaves the temporary file behind. It tests ``--save-dir`` by
+    creating and deleting a file named ``dummy``, even if it is the user's.
     """
     wrap(checkpoint_utils, "torch_persistent_save", _save)
     wrap(PathManager, "copy", _copy)
@@ -72,14 +73,16 @@ def _copy(copy: Callable[..., Any], src_path: str, dst_path: str, overwrite: boo
 
 
 def _stopped(error: WriteError) -> SurfaceFusionError:
-    return SurfaceFusionError(f"{error}; earlier checkpoints are whole: start again to go on from the last")
+    return SurfaceFusionError(
+        f"{error}; earlier checkpoints are intact; rerun the command to resume from the last one"
+    )
 
 
 def _check_folder(check: Callable[[str], None], save_dir: str) -> None:
-    """fairseq's ``verify_checkpoint_directory``; also removes what killed trainings have left.
+    """fairseq's ``verify_checkpoint_directory``; also removes temporary files of killed trainings.
 
     Raises:
-        SurfaceFusionError: the folder cannot be made, or nothing can be written to it.
+        SurfaceFusionError: the folder cannot be created, or a file in it cannot be written.
     """
     if not PathManager.supports_rename(save_dir):
         check(save_dir)
@@ -87,30 +90,20 @@ def _check_folder(check: Callable[[str], None], save_dir: str) -> None:
     try:
         os.makedirs(save_dir, exist_ok=True)
         remove_abandoned(save_dir)
-        with atomic_write(os.path.join(save_dir, "checkpoint.pt")) as file:
-            file.write(b"\0")
-            raise _Written
-    except _Written:
-        pass
-    except WriteError as error:
-        raise SurfaceFusionError(f"--save-dir {save_dir}: {error}") from error
+        with tempfile.TemporaryFile(dir=save_dir) as probe:
+            probe.write(b"\0")
+            probe.flush()
     except OSError as error:
-        raise SurfaceFusionError(
-            f"--save-dir {save_dir}: {error.strerror}; give a folder that checkpoints can be written to"
-        ) from error
-
-
-class _Written(Exception):
-    """Ends a block that is only to show that a file can be written."""
+        raise SurfaceFusionError(f"--save-dir {save_dir}: {WriteError(save_dir, error)}") from error
 
 
 def _check_space(
     load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``load_checkpoint``, after which there must be room for the first checkpoints.
+    """fairseq's ``load_checkpoint``, then a check that the first checkpoints fit on the disk.
 
     Raises:
-        SurfaceFusionError: there is not, or the process may not write files as large.
+        SurfaceFusionError: they do not fit, or exceed the process's limit on the size of files.
     """
     result = load_checkpoint(cfg, trainer, *args, **kwargs)
     if cfg.no_save or not trainer.should_save_checkpoint_on_current_rank or trainer.is_fsdp:
@@ -126,10 +119,10 @@ def _check_space(
         )
     names = _names_of_a_save(cfg, trainer)
     old = [name for name in names if os.path.exists(os.path.join(cfg.save_dir, name))]
-    files = len(names) - len(old) + bool(old)  # an old one is there until the new one is whole
+    files = len(names) - len(old) + bool(old)  # an old file remains until the new one is complete
     if os.path.isdir(cfg.save_dir):
         disk = shutil.disk_usage(cfg.save_dir)
-        if disk.total > 0 and disk.free < files * size:  # some file systems say nothing: 0
+        if disk.total > 0 and disk.free < files * size:  # some file systems report 0
             raise SurfaceFusionError(
                 f"--save-dir {cfg.save_dir} has {_in_units(disk.free)} free, but the first save needs "
                 f"{_in_units(files * size)}: {files} files of about {sizes}; free space, give another "
@@ -139,12 +132,10 @@ def _check_space(
 
 
 def checkpoint_size(trainer: Any) -> tuple[int, int]:
-    """About how many bytes the weights and the optimizer's state take in a checkpoint of *trainer*."""
-    model = (
-        trainer.get_model()
-    )  # trainer.model would build the wrapper for several processes, in this one alone
+    """Approximate sizes of the weights and of the optimizer state in a checkpoint of *trainer*, in bytes."""
+    model = trainer.get_model()  # trainer.model would build the distributed wrapper, in this process alone
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
-    # On its way from a GPU each tensor gets memory of its own, and half precision becomes fp32.
+    # Copying from a GPU gives each tensor its own memory and converts half precision to fp32.
     weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)
     if not trainer.cuda:
         memory = {value.data_ptr(): value.numel() * value.element_size() for value in tensors}
@@ -162,7 +153,7 @@ def checkpoint_size(trainer: Any) -> tuple[int, int]:
 
 
 def _names_of_a_save(cfg: Any, trainer: Any) -> list[str]:
-    """Files of a save besides those that grow in number; at least one is new."""
+    """Names of the files that one save writes; those that depend on the epoch or value are described."""
     names = []
     if not cfg.no_epoch_checkpoints or cfg.save_interval_updates > 0:
         names.append("checkpoint of the next epoch or update")

@@ -1,4 +1,4 @@
-"""Data files and archives that fairseq reads in ways that run code or write anywhere."""
+"""Read data files and archives without running code or writing outside of the target folder."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ from fairseq import file_utils
 from fairseq.data import fasta_dataset
 from fairseq.data.audio import data_cfg
 
-from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.patching import replaced, wrap
 from surface_fusion.errors import SurfaceFusionError
 
 
 def index_fasta_without_shell() -> None:
-    """Index ``.fasta`` files in Python; fairseq writes their path, unquoted, into a shell command.
+    """Index ``.fasta`` files in Python; fairseq passes their unquoted path to a shell.
 
     A file named ``train.$(command).fasta`` in a data folder runs the command in plain fairseq.
     """
@@ -42,8 +42,8 @@ def _build_index(original: Callable[..., Any], self: Any, path: str) -> tuple[An
 def read_yaml_safely() -> None:
     """Read the data configuration of speech tasks with YAML's safe loader.
 
-    fairseq uses ``yaml.FullLoader``, which calls what the file names before PyYAML 5.4, and looks up names in
-    imported modules since.
+    fairseq uses ``yaml.FullLoader``. Before PyYAML 5.4 it calls functions that the file names; later versions
+    look up names in imported modules.
     """
     wrap(data_cfg, "get_config_from_yaml", _get_config_from_yaml)
 
@@ -55,20 +55,20 @@ def _get_config_from_yaml(original: Callable[..., Any], yaml_path: Path) -> Any:
         with open(yaml_path) as file:
             return yaml.safe_load(file)
     except yaml.YAMLError as error:
-        raise SurfaceFusionError(f"{yaml_path} is no plain YAML: {error}") from error
+        raise SurfaceFusionError(f"{yaml_path} is not plain YAML: {error}") from error
 
 
 def extract_archives_inside() -> None:
-    """Refuse a model archive whose members lie outside of it.
+    """Refuse a model archive with members that would be written outside of the target folder.
 
-    ``from_pretrained("model.tar.gz")`` extracts with Python's default before 3.14, which writes a member
-    named ``../../.bashrc`` where it says.
+    ``from_pretrained("model.tar.gz")`` extracts with Python's default filter, which before Python 3.14 writes
+    a member named ``../../.bashrc`` outside of the folder.
     """
     wrap(file_utils, "load_archive_file", _load_archive_file)
 
 
 def _only_inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    # data_filter makes absolute names relative, but fairseq then moves what is at the absolute one.
+    # data_filter makes absolute names relative, but fairseq then moves the file with the absolute name.
     if os.path.isabs(member.name):
         raise tarfile.AbsolutePathError(member)
     return tarfile.data_filter(member, path)
@@ -83,13 +83,10 @@ def _load_archive_file(original: Callable[..., Any], archive_file: str) -> Any:
             "extract it yourself and give the folder"
         )
     archives: Any = tarfile.TarFile
-    before = vars(archives)["extraction_filter"]
-    archives.extraction_filter = staticmethod(_only_inside)
     try:
-        return original(archive_file)
+        with replaced(archives, "extraction_filter", staticmethod(_only_inside)):
+            return original(archive_file)
     except tarfile.FilterError as error:
         raise SurfaceFusionError(
-            f"archive {archive_file} is not extracted, as {error}; give a folder, or another archive"
+            f"archive {archive_file} was not extracted: {error}; give a folder or another archive"
         ) from error
-    finally:
-        archives.extraction_filter = before

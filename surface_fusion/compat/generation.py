@@ -1,4 +1,4 @@
-"""Options of beam search that fairseq computes wrongly."""
+"""Fix options of beam search."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,11 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from surface_fusion.compat.patching import wrap
 
 
-def mend_diverse_beam() -> None:
-    """Let ``--diverse-beam-groups`` work on any batch: fairseq takes sentence ids for row numbers."""
+def fix_diverse_beam() -> None:
+    """Fix ``--diverse-beam-groups``.
+
+    fairseq indexes rows by original sentence ids after finished sentences are removed.
+    """
 
     def step(
         original: Callable[..., Any],
@@ -30,8 +33,8 @@ def mend_diverse_beam() -> None:
     wrap(search.DiverseBeamSearch, "step", step)
 
 
-def mend_ngram_blocking() -> None:
-    """Let ``--no-repeat-ngram-size`` do something: fairseq takes the padding behind the last words for them.
+def fix_ngram_blocking() -> None:
+    """Fix ``--no-repeat-ngram-size``: fairseq also searches the unused columns after the current step.
 
     https://github.com/facebookresearch/fairseq/issues/5206
     """
@@ -44,8 +47,8 @@ def mend_ngram_blocking() -> None:
     wrap(NGramRepeatBlock, "_no_repeat_ngram", block)
 
 
-def mend_replace_unk() -> None:
-    """Let ``--replace-unk`` stand without a dictionary: fairseq takes its default ``"@@ "`` for a file."""
+def fix_replace_unk() -> None:
+    """Accept ``--replace-unk`` without a dictionary: fairseq opens its default ``"@@ "`` as a file."""
 
     def load(original: Callable[..., Any], replace_unk: str | None) -> Any:
         return original("" if replace_unk == "@@ " else replace_unk)

@@ -1,4 +1,4 @@
-"""Translation of given lines by the hub: one result a line, in the order of the lines."""
+"""Return one result per input line, in input order."""
 
 import logging
 import math
@@ -9,25 +9,25 @@ import torch
 from fairseq.hub_utils import GeneratorHubInterface
 from torch import Tensor
 
-from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.patching import replaced, wrap
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
 
 def source_limit(max_positions: Any) -> float:
-    """Tokens that a source line may have, of fairseq's *max_positions*: a number, a pair of them, or None."""
+    """Maximum source length in tokens by fairseq's *max_positions*, a number, a pair of numbers or None."""
     limit = max_positions[0] if isinstance(max_positions, (tuple, list)) else max_positions
     return limit if isinstance(limit, (int, float)) else math.inf
 
 
 def left_empty(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
-    """The warning of line number *line* of *length* tokens, more than *limit*."""
+    """The warning for line number *line*, whose *length* in tokens exceeds *limit*."""
     return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
 
 
 def fitting(rows: Sequence[Tensor], limit: float) -> list[int]:
-    """Places of the *rows* of at most *limit* tokens; warns of each of the others."""
+    """Indices of the *rows* of at most *limit* tokens; logs a warning for each other row."""
     for i, row in enumerate(rows):
         if row.numel() > limit:
             logger.warning(left_empty(i + 1, row.numel(), limit))
@@ -35,7 +35,7 @@ def fitting(rows: Sequence[Tensor], limit: float) -> list[int]:
 
 
 def empty_hypothesis(eos: int) -> dict[str, Any]:
-    """What stands for the translation of a line that is not translated: ``</s>``, with a score of -inf."""
+    """The hypothesis for a line that is not translated: ``</s>`` with a score of -inf."""
     return {
         "tokens": torch.tensor([eos]),
         "score": torch.tensor(-math.inf),
@@ -45,39 +45,41 @@ def empty_hypothesis(eos: int) -> dict[str, Any]:
     }
 
 
-def in_order(found: Sequence[Any], places: Sequence[int], count: int, eos: int) -> list[Any]:
-    """Hypotheses of *count* lines: *found* at *places*, elsewhere an empty one.
+def in_order(found: Sequence[Any], indices: Sequence[int], count: int, eos: int) -> list[Any]:
+    """Hypotheses of *count* lines: *found* at the indices *indices*, empty ones elsewhere.
 
     Raises:
-        SurfaceFusionError: there are not as many as places.
+        SurfaceFusionError: *found* and *indices* differ in length.
     """
-    if len(found) != len(places):
+    if len(found) != len(indices):
         raise SurfaceFusionError(
-            f"{len(places)} lines were to be translated, but {len(found)} translations came back; translate "
-            "fewer lines at once, or one by one"
+            f"the model returned {len(found)} translations for {len(indices)} lines; translate fewer lines "
+            "at once, or one by one"
         )
     results: list[Any] = [[empty_hypothesis(eos)] for _ in range(count)]
-    for place, hypotheses in zip(places, found, strict=True):
-        results[place] = hypotheses
+    for index, hypotheses in zip(indices, found, strict=True):
+        results[index] = hypotheses
     return results
 
 
 def keep_order_of_lines() -> None:
-    """Let the hub's ``translate``, ``sample`` and ``generate`` return a result for each line.
+    """Return a result for each line from the hub's ``translate``, ``sample`` and ``generate``.
 
-    fairseq leaves lines out that are too long for the model, so that each later result stands at the place
-    of another line. Here such a line gets an empty hypothesis, and a warning with its number.
+    fairseq drops lines that are too long for the model, which shifts the results of all later lines. Here
+    such a line gets an empty hypothesis, and a warning with its number is logged.
     """
 
     def generate(
         original: Callable[..., Any], hub: Any, tokenized_sentences: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
-            return original(hub, tokenized_sentences, *args, **kwargs)  # which calls this for a list of one
-        places = fitting(tokenized_sentences, source_limit(hub.max_positions))
-        rows = [tokenized_sentences[i] for i in places]
+            return original(
+                hub, tokenized_sentences, *args, **kwargs
+            )  # calls this function for a list of one
+        indices = fitting(tokenized_sentences, source_limit(hub.max_positions))
+        rows = [tokenized_sentences[i] for i in indices]
         found = original(hub, rows, *args, **kwargs) if rows else []
-        return in_order(found, places, len(tokenized_sentences), hub.tgt_dict.eos())
+        return in_order(found, indices, len(tokenized_sentences), hub.tgt_dict.eos())
 
     wrap(GeneratorHubInterface, "generate", generate)
 
@@ -85,7 +87,7 @@ def keep_order_of_lines() -> None:
 def translate_beyond_max_tokens() -> None:
     """Let the hub translate a line that is longer than the ``--max-tokens`` of the training.
 
-    fairseq makes batches by the settings in the checkpoint and cannot make one of such a line.
+    fairseq makes batches with the ``--max-tokens`` of the checkpoint and fails on such a line.
     """
 
     def build_batches(original: Callable[..., Any], hub: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,10 +95,7 @@ def translate_beyond_max_tokens() -> None:
         limit, longest = settings.max_tokens, max(row.numel() for row in tokens)
         if limit is None or longest <= limit:
             return original(hub, tokens, *args, **kwargs)
-        settings.max_tokens = longest
-        try:
+        with replaced(settings, "max_tokens", longest):
             return original(hub, tokens, *args, **kwargs)
-        finally:
-            settings.max_tokens = limit
 
     wrap(GeneratorHubInterface, "_build_batches", build_batches)

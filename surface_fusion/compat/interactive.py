@@ -1,4 +1,4 @@
-"""``interactive``: as many answers as lines."""
+"""Let ``interactive`` return one hypothesis per input line."""
 
 import contextlib
 import functools
@@ -19,22 +19,22 @@ from surface_fusion.text_lines import typed_lines
 
 
 class _Lines(list[str]):
-    """Lines that are translated together, and how many came before them."""
+    """Lines that are translated together; ``before`` is the number of lines read before them."""
 
     before = 0
 
 
 def answer_each_line() -> None:
-    """Let ``interactive`` print an ``H-`` line for each line that it reads.
+    """Print an ``H-`` line for each line that ``interactive`` reads.
 
-    fairseq ends lines at carriage returns, too, and leaves lines out that are too long for the model or for
-    ``--max-tokens``. Here these have an empty hypothesis, with a warning that names the line. So have empty
-    lines, of which a translation model would make a sentence.
+    fairseq also splits lines at carriage returns, and drops lines that are too long for the model or for
+    ``--max-tokens``. Here these get an empty hypothesis, and a warning with the line number is logged. Empty
+    lines get an empty hypothesis too; a translation model would generate a sentence for them.
     """
 
     def buffered_read(original: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
         if input == "-" and sys.stdin is None:
-            raise SurfaceFusionError("standard input is closed; give the text there, or --input FILE")
+            raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
         with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
             lines = _Lines()
             for line in typed_lines(stream):
@@ -61,17 +61,19 @@ def answer_each_line() -> None:
         texts = [line.split("\t")[0] if constrained else line for line in lines]
         rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
         limit, least = source_limit(max_positions), 2 if isinstance(task, TranslationTask) else 0
-        places = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
+        indices = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
         missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
-        for batch in original([lines[i] for i in places], cfg, task, max_positions, encode) if places else ():
-            ids = [places[i] for i in batch.ids.tolist()]
+        for batch in (
+            original([lines[i] for i in indices], cfg, task, max_positions, encode) if indices else ()
+        ):
+            ids = [indices[i] for i in batch.ids.tolist()]
             missing.difference_update(ids)
             yield batch._replace(ids=torch.tensor(ids))
         for i in sorted(missing):
             by_model = (limit, "the model takes")
             why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
             logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
-        for i in sorted(missing | {i for i in range(len(rows)) if i not in places}):
+        for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
             yield from _untranslated(i, rows[i], task, constrained)
 
     for module in command_modules(interactive):
@@ -79,8 +81,8 @@ def answer_each_line() -> None:
         wrap(module, "make_batches", make_batches)
 
 
-def _untranslated(place: int, row: Tensor, task: Any, constrained: bool) -> Iterator[interactive.Batch]:
-    """A batch of one line, for which the task gives an empty hypothesis."""
+def _untranslated(index: int, row: Tensor, task: Any, constrained: bool) -> Iterator[interactive.Batch]:
+    """Yield a batch of one line, for which the task returns an empty hypothesis."""
 
     def inference_step(*args: Any, **kwargs: Any) -> list[list[dict[str, Any]]]:
         return [[empty_hypothesis(task.target_dictionary.eos())]]
@@ -88,6 +90,6 @@ def _untranslated(place: int, row: Tensor, task: Any, constrained: bool) -> Iter
     constraints = torch.zeros(1, 1, dtype=torch.long) if constrained else None
     task.inference_step = inference_step
     try:
-        yield interactive.Batch(torch.tensor([place]), row[None], torch.tensor([len(row)]), constraints)
+        yield interactive.Batch(torch.tensor([index]), row[None], torch.tensor([len(row)]), constraints)
     finally:
         del task.inference_step

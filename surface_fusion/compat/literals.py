@@ -1,6 +1,6 @@
-"""fairseq evaluates texts of configurations and data files as Python code; they are parsed as literals.
+"""Parse strings of configurations and data files as literals; fairseq evaluates them as Python code.
 
-A checkpoint, a YAML configuration or a line of a data file that holds
+A checkpoint, a YAML configuration or a line of a data file that contains
 ``__import__("os").system("...")`` where fairseq expects ``(0.9, 0.98)`` runs that command in plain fairseq.
 """
 
@@ -8,7 +8,7 @@ import ast
 import importlib
 from typing import Any
 
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, shorten
 
 MODULES = (
     "fairseq.utils",  # eval_str_list, eval_str_dict, eval_bool
@@ -31,23 +31,23 @@ MODULES = (
     "fairseq.optim.cpu_adam",
     "fairseq.optim.fused_lamb",
 )
-"""The modules that call ``eval`` on what a file may hold. ``import fairseq.tasks`` imports them all."""
+"""The modules that call ``eval`` on strings from files. ``import fairseq.tasks`` imports them all."""
 
 LONGEST = 1_000_000
-"""Characters; a line of an audio data set holds thousands of units."""
+"""Maximum number of characters; a line of an audio data set has thousands of units."""
 
 MOST_ITEMS = 10_000
-"""Items that ``+`` and ``*`` may make: ``[(512, 3)] * 20`` is short for 60 numbers."""
+"""Maximum number of items in a result of ``+`` or ``*``; ``[(512, 3)] * 20`` is a usual one."""
 
 MOST_OPERATIONS = 100
-"""Of ``+``, ``-``, ``*`` and ``/`` in one text; each may copy ``MOST_ITEMS`` items."""
+"""Maximum number of ``+``, ``-``, ``*`` and ``/`` in one string; each may copy ``MOST_ITEMS`` items."""
 
 LARGEST = 2**63
-"""Bound of the numbers that ``+``, ``-``, ``*`` and ``/`` may make."""
+"""Results of ``+``, ``-``, ``*`` and ``/`` of numbers must have a smaller absolute value."""
 
 
 def parse_literals() -> None:
-    """Let each of ``MODULES`` call :func:`literal` by the name ``eval``."""
+    """Replace ``eval`` by :func:`literal` in each of ``MODULES``."""
     for name in MODULES:
         vars(importlib.import_module(name))["eval"] = literal
 
@@ -60,45 +60,41 @@ def literal(text: str) -> Any:
     ``/`` of numbers. Nothing is called and no name is looked up.
 
     Raises:
-        NoLiteralError: *text* holds anything else, or takes more than ``MOST_ITEMS`` items or
+        NotLiteralError: *text* contains anything else, or needs more than ``MOST_ITEMS`` items or
             ``MOST_OPERATIONS`` operations.
         TypeError: *text* is not a string, as ``eval`` does.
     """
     if not isinstance(text, str):
         raise TypeError(f"literal() takes a string, not {type(text).__name__}")
     if len(text) > LONGEST:
-        raise NoLiteralError(text, f"longer than {LONGEST} characters")
+        raise NotLiteralError(f"longer than {LONGEST} characters", text)
     try:
         tree = ast.parse(text.strip(), mode="eval")
         if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) > MOST_OPERATIONS:
-            raise _NoLiteral(f"more than {MOST_OPERATIONS} operations")
+            raise NotLiteralError(f"more than {MOST_OPERATIONS} operations")
         return _value(tree.body)
-    except _NoLiteral as reason:
-        raise NoLiteralError(text, str(reason)) from None
+    except NotLiteralError as error:
+        raise NotLiteralError(error.reason, text) from None
     except (ArithmeticError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-        raise NoLiteralError(text, type(error).__name__) from None
+        raise NotLiteralError(type(error).__name__, text) from None
 
 
-class NoLiteralError(SurfaceFusionError):
-    """A text that :func:`literal` refuses.
+class NotLiteralError(SurfaceFusionError):
+    """A string that :func:`literal` refuses.
 
     Attributes:
-        shown: the text in quotes, shortened.
+        shown: the string in quotes, shortened.
         reason: such as ``it calls open``.
     """
 
-    def __init__(self, text: str, reason: str) -> None:
-        """Keep both and say what to write instead."""
-        self.shown = repr(text if len(text) <= 100 else f"{text[:100]} ...")
+    def __init__(self, reason: str, text: str = "") -> None:
+        """Set both attributes; the functions below raise without *text*, which :func:`literal` adds."""
+        self.shown = repr(shorten(text, 100))
         self.reason = reason
         super().__init__(
-            f"{self.shown} is no literal ({reason}) and is not evaluated; write it as a number, string, "
+            f"{self.shown} is not a literal ({reason}) and is not evaluated; write it as a number, string, "
             "list, tuple or dictionary"
         )
-
-
-class _NoLiteral(Exception):
-    """Names what a literal may not hold."""
 
 
 def _value(node: ast.expr) -> Any:
@@ -112,17 +108,17 @@ def _value(node: ast.expr) -> Any:
         return {_value(item) for item in node.elts}
     if isinstance(node, ast.Dict):
         if None in node.keys:
-            raise _NoLiteral("it unpacks a dictionary")
+            raise NotLiteralError("it unpacks a dictionary")
         keys = [_value(key) for key in node.keys if key is not None]
         return dict(zip(keys, map(_value, node.values), strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
         number = _value(node.operand)
         if not _is_number(number):
-            raise _NoLiteral("it negates what is no number")
+            raise NotLiteralError("it negates what is not a number")
         return -number if isinstance(node.op, ast.USub) else number
     if isinstance(node, ast.BinOp):
         return _computed(node.op, _value(node.left), _value(node.right))
-    raise _NoLiteral(_described(node))
+    raise NotLiteralError(_described(node))
 
 
 def _computed(op: ast.operator, left: Any, right: Any) -> Any:
@@ -134,9 +130,9 @@ def _computed(op: ast.operator, left: Any, right: Any) -> Any:
     if isinstance(op, ast.Mult):
         sequence, times = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(sequence, (list, tuple)) and type(times) is int:
-            _check_items(max(len(sequence), _items(sequence)) * times)
+            _check_items(_items(sequence) * times)
             return sequence * times
-    raise _NoLiteral(f"{type(op).__name__} of {type(left).__name__} and {type(right).__name__}")
+    raise NotLiteralError(f"{type(op).__name__} of {type(left).__name__} and {type(right).__name__}")
 
 
 def _computed_number(op: ast.operator, left: Any, right: Any) -> Any:
@@ -149,18 +145,18 @@ def _computed_number(op: ast.operator, left: Any, right: Any) -> Any:
     elif isinstance(op, ast.Div):
         number = left / right
     else:
-        raise _NoLiteral(f"{type(op).__name__} of numbers")
+        raise NotLiteralError(f"{type(op).__name__} of numbers")
     if abs(number) >= LARGEST:
-        raise _NoLiteral("a number of more than 63 bits")
+        raise NotLiteralError("a number of more than 63 bits")
     return number
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _items(value: Any) -> int:
-    """How many items *value* holds, itself counted."""
+    """Number of items in *value* at all depths, including *value* itself."""
     if isinstance(value, dict):
         return 1 + sum(_items(key) + _items(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set)):
@@ -170,16 +166,12 @@ def _items(value: Any) -> int:
 
 def _check_items(count: int) -> None:
     if count > MOST_ITEMS:
-        raise _NoLiteral(f"more than {MOST_ITEMS} items")
+        raise NotLiteralError(f"more than {MOST_ITEMS} items")
 
 
 def _described(node: ast.expr) -> str:
     if isinstance(node, ast.Call):
-        return f"it calls {_shortened(ast.unparse(node.func))}"
+        return f"it calls {shorten(ast.unparse(node.func), 40)}"
     if isinstance(node, ast.Name):
-        return f"it names {_shortened(node.id)}"
+        return f"it names {shorten(node.id, 40)}"
     return f"it holds {type(node).__name__}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:40]} ..."

@@ -1,4 +1,4 @@
-"""``--num-shards`` and ``--shard-id`` of commands that read a data set with a trained model."""
+"""Support ``--num-shards`` and ``--shard-id`` in commands that evaluate a trained model on a data set."""
 
 import argparse
 import functools
@@ -15,20 +15,20 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class Shard(NamedTuple):
-    """Part number *place*, from 0, of *shards*."""
+    """Shard *number*, counted from 0, of *shards*."""
 
     shards: int
-    place: int
+    number: int
 
 
 _shard: Optional[Shard] = None
 
 
 def read_one_shard() -> None:
-    """Let ``generate``, ``validate`` and ``eval-lm`` read every N-th sentence, beginning with number I.
+    """Let generate, validate and eval-lm process sentences I, I+N, I+2N, ...
 
-    fairseq has the flags ``--num-shards N --shard-id I`` and ignores them; ``eval-lm`` deals out batches, of
-    which there may be fewer than shards. Several processes share the batches of the shard.
+    fairseq ignores ``--num-shards N --shard-id I``, except in ``eval-lm``, which distributes batches: there
+    may be fewer of them than shards. Several processes share the batches of the shard.
     """
 
     def generate(original: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,10 @@ def read_one_shard() -> None:
         if cfg.common_eval.path is not None:  # no training
             shard = _checked(cfg.dataset)
             if shard.shards > 1:
-                cfg.dataset.num_shards, cfg.dataset.shard_id = 1, 0  # eval-lm would take a shard of the shard
+                cfg.dataset.num_shards, cfg.dataset.shard_id = (
+                    1,
+                    0,
+                )  # else eval-lm splits it again
                 main = functools.partial(_main_of_shard, main, shard)
         original(cfg, main, **kwargs)
 
@@ -54,11 +57,11 @@ def read_one_shard() -> None:
         if _shard is not None:
             if not isinstance(indices, np.ndarray):
                 indices = np.fromiter(indices, dtype=np.int64, count=-1)
-            mine = slice(_shard.place, None, _shard.shards)
-            if len(indices) <= _shard.place:
+            mine = slice(_shard.number, None, _shard.shards)
+            if len(indices) <= _shard.number:
                 raise SurfaceFusionError(
-                    f"--num-shards {_shard.shards} --shard-id {_shard.place}: the data has {len(indices)} "
-                    "sentences, so that this shard has none; give fewer shards"
+                    f"--num-shards {_shard.shards} --shard-id {_shard.number}: the data has {len(indices)} "
+                    "sentences, so this shard is empty; give fewer shards"
                 )
             indices = indices[mine]
             num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[mine]
@@ -71,10 +74,10 @@ def read_one_shard() -> None:
 
 
 def refuse_shards(command: str) -> None:
-    """For a *command* that reads no data set.
+    """Refuse ``--num-shards`` for a *command* that does not read a data set.
 
     Raises:
-        SurfaceFusionError: ``--num-shards`` was given.
+        SurfaceFusionError: ``--num-shards`` is greater than 1.
     """
     if _shard is not None:
         raise SurfaceFusionError(
@@ -84,9 +87,9 @@ def refuse_shards(command: str) -> None:
 
 def _checked(settings: Any) -> Shard:
     shard = Shard(settings.num_shards, settings.shard_id)
-    if not 0 <= shard.place < shard.shards:
+    if not 0 <= shard.number < shard.shards:
         raise SurfaceFusionError(
-            f"--num-shards {shard.shards} --shard-id {shard.place}: give --num-shards N of 1 or more and "
+            f"--num-shards {shard.shards} --shard-id {shard.number}: give --num-shards N of 1 or more and "
             "--shard-id from 0 to N - 1"
         )
     return shard

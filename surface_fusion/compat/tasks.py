@@ -1,4 +1,4 @@
-"""Copies of tasks, and of this package."""
+"""Copy tasks, and accept a second copy of this package."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def mend_copies_of_tasks() -> None:
-    """Let tasks, and so the hub's models, be copied and unpickled (``copy.deepcopy``; fairseq main of 2025).
+def fix_copies_of_tasks() -> None:
+    """Let tasks, and thereby the hub's models, be copied and unpickled (fairseq main of 2025).
 
-    The copy of a task's state is asked for ``__setstate__`` before it has any attribute, and fairseq then
-    looks for its attribute in that attribute, without end.
+    ``copy`` looks up ``__setstate__`` on an empty instance; fairseq's ``__getattr__`` then recurses without
+    end.
     """
 
     def get(original: Callable[..., Any], self: Any, name: str) -> Any:
@@ -31,10 +31,10 @@ def mend_copies_of_tasks() -> None:
 
 
 def allow_second_copy() -> None:
-    """Take ``--user-dir`` for what it is when this package is imported already (fs 2081).
+    """Accept a ``--user-dir`` with this package when the package is already imported (fs 2081).
 
-    Installed with pip and given as a folder as well, the same version is loaded once; another
-    version is refused.
+    If it is installed by pip and given as a folder too, the same version is loaded once; another version is
+    refused.
     """
 
     def import_user_module(original: Callable[..., Any], args: Any) -> Any:
@@ -47,11 +47,11 @@ def allow_second_copy() -> None:
         theirs, ours = (_version(os.path.join(f, "version.py")) for f in (folder, here))
         if theirs != ours:
             raise SurfaceFusionError(
-                f"--user-dir {path} is surface-fusion {theirs}, but {ours} is imported already from {here}; "
-                "uninstall that or leave --user-dir out"
+                f"--user-dir {path} is surface-fusion {theirs}, but {ours} is already imported from {here}; "
+                "uninstall that version or leave --user-dir out"
             )
         logger.warning(
-            f"--user-dir {path}: surface-fusion {ours} is imported already, from {here}; using that"
+            f"--user-dir {path}: surface-fusion {ours} is already imported from {here}; using that copy"
         )
         return None
 
@@ -59,7 +59,7 @@ def allow_second_copy() -> None:
 
 
 def _version(path: str) -> str:
-    """The version that a copy of this package gives itself, without importing it."""
+    """The version in the file *path* of a copy of this package, read without importing it."""
     if not os.path.isfile(path):
         return "of an unknown version"
     with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Text files that fairseq reads: a line ends at a line feed."""
+"""Split text files into lines at line feeds only."""
 
 import builtins
 import functools
@@ -16,10 +16,10 @@ from surface_fusion.text_lines import not_text, read_lines
 
 
 def end_lines_at_line_feeds() -> None:
-    """Let a line of a text file end at a line feed, and a carriage return inside it be a space.
+    """Split text only at line feeds and treat a carriage return within a line as a space.
 
-    fairseq's text files end a line at a lone carriage return, too, so that ``preprocess`` pairs all that
-    follows with other sentences. It also cannot say where a file is no UTF-8 text.
+    fairseq also splits at a lone carriage return, which misaligns the parallel text. It also does not report
+    the position at which a file is not UTF-8.
     """
 
     def find_offsets(original: Callable[..., Any], filename: str, num_chunks: int) -> list[int]:
@@ -37,15 +37,15 @@ def end_lines_at_line_feeds() -> None:
         return ChunkLineIterator(chunker.fd, chunker.start_offset, chunker.end_offset)
 
     def lines(original: Callable[..., Any], chunk: Any) -> Iterator[str]:
-        file, place, end = chunk._fd, chunk._start_offset, chunk._end_offset
-        file.seek(place)
-        while (end <= 0 or place < end) and (line := file.readline()):
+        file, offset, end = chunk._fd, chunk._start_offset, chunk._end_offset
+        file.seek(offset)
+        while (end <= 0 or offset < end) and (line := file.readline()):
             try:
-                yield line.decode("utf-8-sig" if place == 0 else "utf-8")
+                yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
             except UnicodeDecodeError as error:
                 file.seek(0)
-                raise not_text(file.name, 1 + file.read(place).count(b"\n"), error) from error
-            place += len(line)
+                raise not_text(file.name, 1 + file.read(offset).count(b"\n"), error) from error
+            offset += len(line)
 
     def read_data(original: Callable[..., None], dataset: Any, path: str, words: Any) -> None:
         dataset.lines = read_lines(path)
@@ -65,7 +65,7 @@ def end_lines_at_line_feeds() -> None:
     wrap(Chunker, "__enter__", enter)
     wrap(ChunkLineIterator, "__iter__", lines)
     wrap(indexed_dataset.IndexedRawTextDataset, "read_data", read_data)
-    for module in (dictionary, utils):  # dictionaries, embeddings, alignments of words
+    for module in (dictionary, utils):  # dictionaries, embeddings, word alignments
         vars(module)["open"] = _open
     for module in command_modules(preprocess):  # text and its alignments
         vars(module)["open"] = functools.partial(_open, read_as="utf-8-sig")

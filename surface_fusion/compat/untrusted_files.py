@@ -1,9 +1,9 @@
-"""What the configuration stored in a checkpoint may name when a model and a task are built from it.
+"""Allow-list of models, tasks and components that a checkpoint's configuration may select.
 
 torch's safe unpickler keeps code out of a checkpoint's objects. fairseq then builds what the configuration
-names: any registered model, task, criterion, tokenizer or subword model, with any option. Some of these run
-commands, load further files with other loaders, or fetch URLs. ``--trust-checkpoint``, or
-``TRUST_VARIABLE=1``, lifts these limits, but not that texts are parsed as literals.
+selects: any registered model, task, criterion, tokenizer or subword model, with any option. Some of these run
+commands, load further files with other loaders, or fetch URLs. ``--trust-checkpoint`` or
+``TRUST_VARIABLE=1`` turns the allow-list off. Strings are parsed as literals in any case.
 """
 
 import os
@@ -20,12 +20,12 @@ from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
-from surface_fusion.compat.literals import NoLiteralError, literal
+from surface_fusion.compat.literals import NotLiteralError, literal
 from surface_fusion.compat.patching import wrap
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, shorten
 
 MODELS = ("transformer", "transformer_align", "transformer_lm")
-"""fairseq's models that a file may name, with all their architectures."""
+"""fairseq's models that a file may select, with all their architectures."""
 
 TASKS = ("translation", "language_modeling")
 CRITERIA = (
@@ -36,7 +36,7 @@ CRITERIA = (
     "label_smoothed_cross_entropy_with_rdrop",
 )
 SUBWORDS = ("byte_bpe", "bytes", "characters", "fastbpe", "sentencepiece", "subword_nmt")
-"""Those that fetch nothing from the network: not gpt2, bert and hf_byte_bpe."""
+"""Subword models that download nothing; gpt2, bert and hf_byte_bpe do."""
 TOKENIZERS = ("moses", "space")
 DATA_FORMATS = ("cached", "huffman", "lazy", "mmap", "raw")
 """All but fasta."""
@@ -54,18 +54,21 @@ EVALUATED = (
     "wer_args",
     "xformers_att_config",
 )
-"""Fields of which fairseq evaluates texts, in the models, criteria and optimizers that a file may name."""
+"""String fields that fairseq evaluates, in the models, criteria and optimizers that a file may select."""
 
 _building: ContextVar[str | None] = ContextVar("_building", default=None)
-"""``model`` while fairseq builds one from files, ``task`` while it builds a task as well."""
+"""Set while fairseq loads a model from files.
+
+"task" if the task is built from the checkpoint too, else "model".
+"""
 
 
 def restrict_untrusted_files() -> None:
-    """Refuse a checkpoint by name whose configuration names more than this module allows.
+    """Refuse a checkpoint whose configuration selects what this module does not allow.
 
-    Models and tasks that code outside of fairseq registered (this package, the user's ``--user-dir``) are the
-    user's choice and allowed. So is all that the command line names, also by ``--model-overrides``. A resumed
-    training builds nothing from its checkpoint and is not limited.
+    Models and tasks that are registered outside of fairseq (by this package or the user's ``--user-dir``) are
+    allowed. So are the values that the user gives for a field on the command line, also in
+    ``--model-overrides``. Resuming a training builds nothing from the checkpoint and is not restricted.
     """
     wrap(checkpoint_utils, "overwrite_args_by_name", _overwrite)
     wrap(checkpoint_utils, "_upgrade_state_dict", _upgrade)
@@ -81,23 +84,23 @@ def trusted() -> bool:
 def check_configuration(
     state: dict[str, Any], path: str, overrides: dict[str, Any] | None = None, with_task: bool = True
 ) -> None:
-    """Raise if the configuration of the loaded checkpoint *state* names what a file may not.
+    """Check the configuration of the loaded checkpoint *state* against the allow-list.
 
     Args:
         state: what ``load_checkpoint_to_cpu`` returned.
         path: of the checkpoint, for the message.
-        overrides: what the user gave for fields of the configuration; allowed.
+        overrides: fields of the configuration and the values that the user gave for them; these are allowed.
         with_task: whether its task, criterion, tokenizer and subword model are used, too.
 
     Raises:
-        SurfaceFusionError: with the first of :func:`refusals`, unless the user trusts the file.
+        SurfaceFusionError: *state* has :func:`refusals` and the user does not trust the file.
     """
     if trusted():
         return
-    cfg, given = _fields(state.get("cfg")), _texts(overrides)
-    for refusal in _names(cfg, given, with_task):
+    cfg, given = _as_dict(state.get("cfg")), overrides or {}
+    for refusal in _refused_names(cfg, given, with_task):
         raise _not_trusted(path, refusal)
-    for refusal in _code(cfg, given):
+    for refusal in _refused_code(cfg, given):
         raise SurfaceFusionError(
             f"checkpoint {path} {refusal}, which is never evaluated; do not use the file, or give a value "
             "for that field with --model-overrides"
@@ -106,33 +109,34 @@ def check_configuration(
 
 def refusals(state: dict[str, Any]) -> list[str]:
     """All that :func:`check_configuration` refuses in *state*, as ``names the model fconv``."""
-    cfg = _fields(state.get("cfg"))
-    return [*_names(cfg, set(), with_task=True), *_code(cfg, set())]
+    cfg = _as_dict(state.get("cfg"))
+    return [*_refused_names(cfg, {}, with_task=True), *_refused_code(cfg, {})]
 
 
-def _names(cfg: dict[str, Any], given: set[str], with_task: bool) -> Iterator[str]:
-    yield from _model_refusals(_fields(cfg.get("model")), given)
+def _refused_names(cfg: dict[str, Any], given: dict[str, Any], with_task: bool) -> Iterator[str]:
+    yield from _model_refusals(_as_dict(cfg.get("model")), given)
     if with_task:
-        yield from _task_refusals(_fields(cfg.get("task")), given)
+        yield from _task_refusals(_as_dict(cfg.get("task")), given)
         yield from _registry_refusals("criterion", cfg.get("criterion"), CRITERIA, given)
         yield from _registry_refusals("bpe", cfg.get("bpe"), SUBWORDS, given)
         yield from _registry_refusals("tokenizer", cfg.get("tokenizer"), TOKENIZERS, given)
 
 
-def _code(cfg: dict[str, Any], given: set[str]) -> Iterator[str]:
+def _refused_code(cfg: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     for key, value in _all_items("cfg", cfg):
-        if key in EVALUATED and isinstance(value, str) and value not in given:
+        if key in EVALUATED and isinstance(value, str) and not _gave(given, value, key):
             try:
                 literal(value)
-            except NoLiteralError as error:
+            except NotLiteralError as error:
                 yield f"holds code in {key}: {error.shown} ({error.reason})"
 
 
-def _texts(overrides: dict[str, Any] | None) -> set[str]:
-    return {value for value in (overrides or {}).values() if isinstance(value, str)}
+def _gave(given: dict[str, Any], value: Any, *keys: str) -> bool:
+    """Whether the user gave *value* for one of *keys*."""
+    return any(key in given and given[key] == value for key in keys)
 
 
-def _model_refusals(model: dict[str, Any], given: set[str]) -> Iterator[str]:
+def _model_refusals(model: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     # As fairseq.models.build_model finds the name.
     name = model.get("_name") or model.get("arch")
     if not name and len(model) == 1:
@@ -143,7 +147,7 @@ def _model_refusals(model: dict[str, Any], given: set[str]) -> Iterator[str]:
         yield from _name_refusal("model", name, found, given)
 
 
-def _task_refusals(task: dict[str, Any], given: set[str]) -> Iterator[str]:
+def _task_refusals(task: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     # As fairseq.tasks.setup_task finds the name.
     name = task["task"] if isinstance(task.get("task"), str) else task.get("_name")
     if name not in TASKS:
@@ -153,15 +157,18 @@ def _task_refusals(task: dict[str, Any], given: set[str]) -> Iterator[str]:
         limited["eval_bleu_detok"] = TOKENIZERS
     for key, allowed in limited.items():
         value = task.get(key)
-        if value is not None and str(value) not in (*allowed, *given):
+        if value is not None and str(value) not in allowed and not _gave(given, str(value), key):
             yield f"names the {key} {value}"
-    if task.get("use_plasma_view"):
+    plasma = task.get("use_plasma_view")
+    if plasma and not _gave(given, plasma, "use_plasma_view"):
         yield "names the server of use_plasma_view"
 
 
-def _registry_refusals(kind: str, section: Any, allowed: tuple[str, ...], given: set[str]) -> Iterator[str]:
+def _registry_refusals(
+    kind: str, section: Any, allowed: tuple[str, ...], given: dict[str, Any]
+) -> Iterator[str]:
     # As fairseq.registry.setup_registry finds the name.
-    fields = _fields(section)
+    fields = _as_dict(section)
     name = (
         section
         if isinstance(section, str)
@@ -169,16 +176,17 @@ def _registry_refusals(kind: str, section: Any, allowed: tuple[str, ...], given:
     )
     if name is not None and name not in allowed:
         yield from _name_refusal(kind, name, _find(REGISTRIES[kind]["registry"], name), given)
-    if kind in ("bpe", "tokenizer"):  # whose files fairseq fetches
+    if kind in ("bpe", "tokenizer"):  # fairseq downloads their files
         for key, value in _all_items(kind, section):
-            if isinstance(value, str) and "://" in value and value not in given:
+            if isinstance(value, str) and "://" in value and not _gave(given, value, key):
                 yield f"names a URL for {key}: {value}"
 
 
-def _name_refusal(kind: str, name: Any, found: Any, given: set[str]) -> Iterator[str]:
-    """Refuse *name* unless it stands for code outside of fairseq, or the user gave it."""
+def _name_refusal(kind: str, name: Any, found: Any, given: dict[str, Any]) -> Iterator[str]:
+    """Refuse *name* unless it is registered outside of fairseq, or the user gave it."""
     of_fairseq = found is None or found.__module__.split(".")[0] == "fairseq"
-    if of_fairseq and not (isinstance(name, str) and name in given):
+    keys = (kind, "arch", "_name") if kind == "model" else (kind, "_name")
+    if of_fairseq and not (isinstance(name, str) and _gave(given, name, *keys)):
         yield f"names the {kind} {name}"
 
 
@@ -186,8 +194,8 @@ def _find(registry: dict[str, Any], name: Any) -> Any:
     return registry.get(name) if isinstance(name, str) else None
 
 
-def _fields(config: Any) -> dict[str, Any]:
-    """The fields of a configuration, Namespace or dataclass as they are stored; none of anything else."""
+def _as_dict(config: Any) -> dict[str, Any]:
+    """The fields of a configuration, Namespace or dataclass, unresolved; empty for any other type."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=False)
     if isinstance(config, Namespace) or (is_dataclass(config) and not isinstance(config, type)):
@@ -196,13 +204,13 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _all_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of *value* at any depth that hold no others; items of lists have their list's key."""
+    """Keys and values of the leaves of *value*, at any depth; items of a list have the key of the list."""
     if isinstance(value, ListConfig):
         value = OmegaConf.to_container(value, resolve=False)
     if isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _all_items(key, item)
-    elif fields := _fields(value):
+    elif fields := _as_dict(value):
         for name, field in fields.items():
             yield from _all_items(str(name), field)
     else:
@@ -210,14 +218,14 @@ def _all_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Interpolation(SurfaceFusionError):
-    """Its text is what the checkpoint does, without the path."""
+    """The message lacks the path; ``_load`` adds it."""
 
 
 def _check_interpolations(stored: Any) -> None:
-    """Refuse interpolations: ``${oc.env:HOME}`` reads the environment, and others run a user's resolvers.
+    """Refuse interpolations: ``${oc.env:HOME}`` reads the environment, others call the user's resolvers.
 
-    The configurations that fairseq stores are resolved and hold none. Whatever is no text, fairseq may turn
-    into one.
+    The configurations that fairseq stores are resolved and contain none. Non-string values are checked too:
+    fairseq may convert them to strings.
     """
     if not trusted():
         for key, value in _all_items("", stored):
@@ -268,9 +276,8 @@ def _build(
 
 
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
-    shown = " ".join(refusal.split())
+    shown = shorten(" ".join(refusal.split()), 300)
     return SurfaceFusionError(
-        f"checkpoint {path} {shown if len(shown) <= 300 else shown[:300] + ' ...'}, which is not on the list "
-        "of what a file may name; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
-        f"{TRUST_VARIABLE}=1 (fairseq commands)"
+        f"checkpoint {path} {shown}, which is not on the list of what a file may name; if you trust the "
+        f"file, load it with --trust-checkpoint (surface-fusion) or {TRUST_VARIABLE}=1 (fairseq commands)"
     )

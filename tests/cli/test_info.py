@@ -81,7 +81,7 @@ def test_languages_that_no_flag_gave_are_those_of_the_data(command, checkpoint, 
     state["cfg"]["task"]["data"] = "not/here"
     torch.save(state, tmp_path / "moved.pt")
     said = command("info", tmp_path / "moved.pt").out
-    assert "not recorded: trained without -s and -t, and its data folder is not here" in said
+    assert "not recorded: trained without -s and -t, and its data folder does not exist" in said
 
 
 def test_an_average_says_of_what(command, save_dir, checkpoint, tmp_path):

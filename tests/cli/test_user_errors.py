@@ -139,10 +139,10 @@ def damaged(kind, checkpoint, folder):
 
 EXPECTED = {
     "missing": "issing.pt",
-    "truncated": "is truncated or no fairseq checkpoint",
-    "text": "is truncated or no fairseq checkpoint",
-    "empty": "is truncated or no fairseq checkpoint",
-    "foreign": "is truncated or no fairseq checkpoint",
+    "truncated": "is truncated or not a fairseq checkpoint",
+    "text": "is truncated or not a fairseq checkpoint",
+    "empty": "is truncated or not a fairseq checkpoint",
+    "foreign": "is truncated or not a fairseq checkpoint",
     "pickle": "torch.nn.modules.linear.Linear",
 }
 
@@ -210,7 +210,7 @@ def test_empty_training_file(command, refused, data, tmp_path):
     dictionaries = ("--srcdict", data / "dict.en.txt", "--joined-dictionary", "--destdir", tmp_path / "bin")
     assert command("preprocess", *argv, *dictionaries).status == 0
     said = refused("train", tmp_path / "bin", *TRAIN, "--save-dir", tmp_path / "checkpoints")
-    assert "train.en-ro.en" in said and "holds no sentence" in said
+    assert "train.en-ro.en" in said and "has no sentences" in said
 
 
 def test_preprocess_without_its_text(refused, tmp_path):
@@ -224,13 +224,13 @@ def test_preprocess_does_not_overwrite_dictionaries(refused, data, tmp_path):
     shutil.copy(data / "dict.en.txt", tmp_path)
     argv = [arg for arg in PREPROCESS if arg != "--joined-dictionary"]
     said = refused("preprocess", *argv, "--destdir", tmp_path)
-    assert said == f"{tmp_path}/dict.en.txt exists already; remove it, or write elsewhere"
+    assert said == f"{tmp_path}/dict.en.txt already exists; remove it or write to another path"
 
 
 @pytest.mark.parametrize("overrides", ["{sf_gate", "sf_gate"])
 def test_overrides_that_are_no_dictionary(refused, data, checkpoint, overrides):
     said = refused("generate", data, "--path", checkpoint, "--cpu", "--model-overrides", overrides)
-    assert said.startswith("--model-overrides is no Python dictionary: ")
+    assert said.startswith("--model-overrides is not a Python dictionary: ")
 
 
 def test_overrides_are_checked(refused, data, checkpoint):

@@ -68,7 +68,7 @@ def test_preprocess_writes_no_other_dictionary_over_one(command, data):
     before = binarised(data)
     result = command("preprocess", *PREPROCESS, "--destdir", data)
     assert result.status == 2
-    assert f"{data}/dict.en.txt exists already; remove it, or write elsewhere" in result.err
+    assert f"{data}/dict.en.txt already exists; remove it or write to another path" in result.err
     assert binarised(data) == before
 
 

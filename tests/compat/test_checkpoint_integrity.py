@@ -1,4 +1,4 @@
-"""Damaged checkpoints and those that are not finite are named; a training goes on from a whole one."""
+"""Damaged checkpoints and those that are not finite are named; a training resumes from an intact one."""
 
 import json
 import logging
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(trained: Path, tmp_path: Pa
 def test_the_parameter_is_named(flipped: Path) -> None:
     with pytest.raises(
         SurfaceFusionError,
-        match=rf"flipped\.pt is damaged: parameter {QUERY} is not as it was saved; give another checkpoint",
+        match=rf"flipped\.pt is damaged: checksum mismatch in parameter {QUERY}; give another checkpoint",
     ):
         load(str(flipped))
 
@@ -135,7 +135,9 @@ def test_of_parameters_in_one_memory_two_are_named(tmp_path: Path) -> None:
     torch.save({"model": {f"p{i}": flat[10 * i : 10 * i + 10] for i in range(10)}}, path)
     start, _ = record_of(path, flat)
     flip(path, start + 17)
-    with pytest.raises(SurfaceFusionError, match=r"parameter p0, parameter p1, 8 more of the same memory is"):
+    with pytest.raises(
+        SurfaceFusionError, match=r"parameter p0, parameter p1, 8 more tensors in the same storage;"
+    ):
         check_records(str(path))
 
 
@@ -199,8 +201,8 @@ def test_a_damaged_file_is_one_line(
     assert main([verb, *map(str, verbs(flipped, data)[verb])]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if " | " not in line]
     assert lines == [
-        f"surface-fusion {verb}: error: checkpoint {flipped} is damaged: parameter {QUERY} is not as it was "
-        "saved; give another checkpoint, or copy the file again"
+        f"surface-fusion {verb}: error: checkpoint {flipped} is damaged: checksum mismatch in parameter "
+        f"{QUERY}; give another checkpoint, or copy the file again"
     ]
 
 
@@ -317,9 +319,9 @@ def test_a_damaged_last_checkpoint_is_passed_over(
         (folder / name).touch()
     caplog.set_level(logging.INFO)
     assert train(data, folder, "--max-update", 8) == 0
-    said = [m for m in caplog.messages if "going on from" in m]
+    said = [m for m in caplog.messages if "resuming from" in m]
     assert len(said) == 1 and str(last) in said[0]
-    assert f"going on from {folder}/checkpoint_1_4.pt (4 updates), the newest whole one" in said[0]
+    assert f"resuming from {folder}/checkpoint_1_4.pt (4 updates), the newest intact one" in said[0]
     assert train(data, whole, "--max-update", 8) == 0
     states = [load(str(place / "checkpoint_last.pt")) for place in (folder, whole)]
     assert same(states[0]["model"], states[1]["model"])
@@ -340,7 +342,7 @@ def test_a_training_does_not_go_on_from_a_file_that_no_training_writes(
     torch.save(mean, folder / "checkpoint_avg.pt")
     caplog.set_level(logging.INFO)
     assert train(data, folder, "--max-update", 8) == 0
-    assert f"going on from {folder}/checkpoint_1_6.pt (6 updates)" in caplog.text
+    assert f"resuming from {folder}/checkpoint_1_6.pt (6 updates)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -364,7 +366,7 @@ def test_a_training_that_starts_anew_beside_checkpoints_says_so(
     caplog.set_level(logging.INFO)
     assert train(data, folder, "--max-update", 2) == 0
     said = [m for m in caplog.messages if "has no checkpoint_last.pt" in m]
-    assert len(said) == 1 and f"to go on, add --restore-file {folder}/checkpoint" in said[0]
+    assert len(said) == 1 and f"to resume, add --restore-file {folder}/checkpoint" in said[0]
     caplog.clear()
     assert train(data, tmp_path / "new", "--max-update", 2) == 0
     assert "has no checkpoint_last.pt" not in caplog.text
@@ -381,7 +383,10 @@ def test_without_a_whole_one_the_start_is_refused(
     (folder / "checkpoint_last.pt").write_bytes(b"PK\3\4")
     assert train(data, folder, "--max-update", 8) == 2
     line = capsys.readouterr().err
-    assert f"has no whole checkpoint to go on from: remove {folder}/checkpoint_last.pt to start anew" in line
+    assert (
+        f"has no intact checkpoint to resume from; remove {folder}/checkpoint_last.pt to start from scratch"
+        in line
+    )
     assert line.count("\n") == 1
 
 
@@ -403,7 +408,7 @@ def test_what_is_whole_but_no_checkpoint_is_not_passed_over(
     shutil.copytree(trained, folder)
     torch.save({"weights": torch.ones(3)}, folder / "checkpoint_last.pt")
     assert train(data, folder, "--max-update", 8) == 2
-    assert "checkpoint_last.pt is truncated or no fairseq checkpoint" in capsys.readouterr().err
+    assert "checkpoint_last.pt is truncated or not a fairseq checkpoint" in capsys.readouterr().err
 
 
 def test_the_moving_average_that_a_model_starts_from_is_checked(flipped: Path) -> None:

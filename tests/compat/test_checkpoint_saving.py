@@ -76,7 +76,7 @@ def test_saving_that_fails_is_quick_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_text("old")
     began = time.monotonic()
-    with files_of_at_most(10_000), pytest.raises(SurfaceFusionError, match="earlier checkpoints are whole"):
+    with files_of_at_most(10_000), pytest.raises(SurfaceFusionError, match="earlier checkpoints are intact"):
         checkpoint_utils.torch_persistent_save({"a": torch.zeros(9_000)}, str(path))
     assert time.monotonic() - began < 2
     assert path.read_text() == "old" and names(tmp_path) == ["a.pt"]
@@ -122,7 +122,7 @@ def test_a_limit_that_is_met_while_saving(
         assert train(data, save_dir, "--max-update", 4, "--keep-interval-updates", 1) == 2
     line = one_line(capsys)
     assert f"cannot write {save_dir}/checkpoint_1_4.pt: File too large; raise the limit" in line
-    assert "earlier checkpoints are whole: start again to go on from the last" in line
+    assert "earlier checkpoints are intact; rerun the command to resume from the last one" in line
     assert {path.name: path.read_bytes() for path in save_dir.iterdir()} == before
     assert train(data, save_dir, "--max-update", 4) == 0
     assert whole(save_dir / "checkpoint_last.pt") == 4

@@ -49,7 +49,7 @@ def test_a_missing_fasta_file_is_an_error_of_the_file(tmp_path: Path) -> None:
 def test_no_yaml_tag_names_code(tmp_path: Path, tag: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"vocab_filename: !!python/{tag} ['touch {tmp_path / 'marker'}']\n")
-    with pytest.raises(SurfaceFusionError, match=r"config\.yaml is no plain YAML"):
+    with pytest.raises(SurfaceFusionError, match=r"config\.yaml is not plain YAML"):
         S2TDataConfig(config)
     assert not (tmp_path / "marker").exists()
 
@@ -98,7 +98,7 @@ def test_no_archive_writes_outside_of_itself(
     names = [name.format(folder=tmp_path) for name in members]
     path = archive(tmp_path / "model.tar.gz", *names, link=link and link.format(folder=tmp_path))
     before: Any = vars(tarfile.TarFile)["extraction_filter"]
-    with pytest.raises(SurfaceFusionError, match=r"model\.tar\.gz is not extracted, as "):
+    with pytest.raises(SurfaceFusionError, match=r"model\.tar\.gz was not extracted: "):
         hub_utils.from_pretrained(str(path))
     assert not list(tmp_path.rglob("outside")) and path.exists()
     assert vars(tarfile.TarFile)["extraction_filter"] is before

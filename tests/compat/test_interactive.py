@@ -35,4 +35,4 @@ def test_a_closed_input_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(sys, "stdin", None)
     flags = ("--path", REFERENCE / "checkpoint_best.pt", "--cpu", "--beam", "1")
     assert main(["interactive", str(REFERENCE / "data-bin"), *map(str, flags)]) == 2
-    assert "standard input is closed; give the text there, or --input FILE" in capsys.readouterr().err
+    assert "standard input is closed; redirect the text to it, or add --input FILE" in capsys.readouterr().err

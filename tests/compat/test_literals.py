@@ -59,7 +59,7 @@ def test_literals_have_their_value(text: str, value: object) -> None:
         ("1 if 1 else 2", "it holds IfExp"),
         ("9 ** 9", "Pow of numbers"),
         ("1 // 2", "FloorDiv of numbers"),
-        ("-'a'", "it negates what is no number"),
+        ("-'a'", "it negates what is not a number"),
         ("not 1", "it holds UnaryOp"),
         ("'a' * 3", "Mult of str and int"),
         ("[1] + (2,)", "Add of list and tuple"),
@@ -87,7 +87,7 @@ def test_anything_else_is_refused_by_name(text: str, reason: str) -> None:
     with pytest.raises(SurfaceFusionError) as caught:
         literal(text)
     said = str(caught.value)
-    assert " is no literal (" in said and reason in said and len(said) < 400 and "\n" not in said
+    assert " is not a literal (" in said and reason in said and len(said) < 400 and "\n" not in said
 
 
 def test_what_is_no_text_is_a_type_error_as_in_eval() -> None:
@@ -277,7 +277,7 @@ SITES: dict[tuple[str, str], Evaluate] = {
 @pytest.mark.parametrize("site", SITES, ids="-".join)
 def test_no_call_of_eval_runs_code(site: tuple[str, str], tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    with pytest.raises(SurfaceFusionError, match=r"is no literal \(it calls __import__"):
+    with pytest.raises(SurfaceFusionError, match=r"is not a literal \(it calls __import__"):
         SITES[site](f"__import__('pathlib').Path({str(marker)!r}).touch()", tmp_path)
     assert not marker.exists()
 

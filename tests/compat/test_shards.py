@@ -89,7 +89,7 @@ def test_a_shard_that_is_none_is_refused(place: int) -> None:
 
 
 def test_a_shard_without_a_sentence_is_refused() -> None:
-    with pytest.raises(SurfaceFusionError, match="the data has 10 sentences, so that this shard has none"):
+    with pytest.raises(SurfaceFusionError, match="the data has 10 sentences, so this shard is empty"):
         batches_in(config("x.pt", 12, 11))
 
 

@@ -221,6 +221,44 @@ def test_what_the_user_names_is_allowed() -> None:
         check_configuration(state, "some.pt", {"arch": "fconv", "bpe": "gpt2"})
 
 
+@pytest.mark.parametrize(
+    ("changed", "overrides", "words"),
+    [
+        ({"bpe": {"_name": "gpt2"}}, {"data": "gpt2"}, "names the bpe gpt2"),
+        ({"bpe": {"_name": "gpt2"}}, {"bpe": "bert"}, "names the bpe gpt2"),
+        ({"model": {"_name": "fconv"}}, {"task": "fconv"}, "names the model fconv"),
+        ({"task": {"_name": "denoising"}}, {"arch": "denoising"}, "names the task denoising"),
+        ({"task": {"dataset_impl": "fasta"}}, {"data": "fasta"}, "names the dataset_impl fasta"),
+        ({"task": {"use_plasma_view": True}}, {"cpu": True}, "names the server of use_plasma_view"),
+        ({"task": {"use_plasma_view": True}}, {"use_plasma_view": False}, "names the server"),
+        ({"optimizer": {"adam_betas": "f()"}}, {"data": "f()"}, "holds code in adam_betas"),
+        (
+            {"bpe": {"_name": "sentencepiece", "sentencepiece_model": "https://a.b/m"}},
+            {"data": "https://a.b/m"},
+            "names a URL for sentencepiece_model: https://a.b/m",
+        ),
+    ],
+)
+def test_a_value_for_another_field_allows_nothing(
+    changed: dict[str, Any], overrides: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SurfaceFusionError, match=words):
+        check_configuration(configuration(**changed), "some.pt", overrides)
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides"),
+    [
+        ({"task": {"use_plasma_view": True}}, {"use_plasma_view": True}),
+        ({"task": {"dataset_impl": "fasta"}}, {"dataset_impl": "fasta"}),
+        ({"model": {"_name": "fconv"}}, {"arch": "fconv"}),
+        ({"bpe": {"_name": "gpt2"}}, {"bpe": "gpt2"}),
+    ],
+)
+def test_a_value_for_this_field_is_allowed(changed: dict[str, Any], overrides: dict[str, Any]) -> None:
+    check_configuration(configuration(**changed), "some.pt", overrides)
+
+
 def test_a_task_of_the_command_line_leaves_the_files_unread() -> None:
     check_configuration(configuration(**REFUSED["task"][0]), "some.pt", with_task=False)
 
@@ -266,7 +304,7 @@ def test_no_architecture_of_a_published_file_evaluates_its_layers(
     words = r"checkpoint .* names the model fconv, which is not on the list"
     if trust:
         monkeypatch.setenv(TRUST_VARIABLE, "1")
-        words = r"is no literal \(it calls __import__"
+        words = r"is not a literal \(it calls __import__"
     with pytest.raises(SurfaceFusionError, match=words):
         checkpoint_utils.load_model_ensemble_and_task(
             [str(checkpoint)], {"data": str(checkpoint.parent / "data-bin")}

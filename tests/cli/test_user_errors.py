@@ -75,7 +75,10 @@ def other_data(tmp_path_factory):
         (("-s", "en", "-t", "fr"), "data folder "),
         (("--valid-subset", "dev"), "Dataset not found: dev ("),
         (("--finetune-from-model", "nowhere.pt"), "--finetune-from-model nowhere.pt does not exist"),
-        (("--distributed-world-size", 2), "world size is 2 but have 0 available devices"),
+        (
+            ("--distributed-world-size", 2, "--distributed-rank", 1),
+            "--distributed-rank 1: without GPUs the command of rank 0 starts all 2 processes",
+        ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )

@@ -103,7 +103,7 @@ def test_when_the_gate_is_learned(flags: tuple[str, ...], learned: bool) -> None
 
 @pytest.mark.parametrize("tau", ["nan", "inf", "-1"])
 def test_tau_is_checked(tau: str) -> None:
-    with pytest.raises(SurfaceFusionError, match=f"--sf-softmax-tau {float(tau)} is no factor"):
+    with pytest.raises(SurfaceFusionError, match=f"--sf-softmax-tau {float(tau)} is not a valid factor"):
         build(*ATT, "--sf-mode", "soft", "--sf-softmax-tau", tau)
 
 

@@ -192,5 +192,5 @@ def test_yaml_and_overrides_of_a_model() -> None:
         SurfaceFusionConfig.from_namespace(yaml)
     args = parse(*SIZES)
     args.attention_dropout = "much"  # as --model-overrides can
-    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much' is no number"):
+    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much' is not a number"):
         SurfaceFusionConfig.from_namespace(args)

@@ -89,7 +89,7 @@ def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
 
 def test_an_override_of_another_type(refused, data, checkpoint):
     flags = ("--path", checkpoint, "--cpu", "--model-overrides", "{'dropout': 'much'}")
-    assert refused("generate", data, *flags) == "--dropout 'much' is no number; give one"
+    assert refused("generate", data, *flags) == "--dropout 'much' is not a number; give one"
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])

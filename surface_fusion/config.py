@@ -32,7 +32,7 @@ SECTIONS = ("encoder", "decoder", "quant_noise")
 FUSION_ONLY = ("sf_mode", "sf_gate", "sf_softmax_tau", "sf_renormalize", "sf_linear", "sf_idx")
 """Fields that have an effect only with ``--surfacefusion``."""
 
-PLAIN_HELP = "disable all fast paths and use the plain modules, losses and updates that the fast ones are tested against"
+PLAIN_HELP = "disable all fast paths: use the plain modules, losses and updates that they are tested against"
 """Help text of ``--sf-plain``, a flag of the model, the criterion and the optimizer."""
 
 

@@ -102,9 +102,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         """
         way = self._way_for(model) if reduce else "plain"
         heartbeat = getattr(model, "_heartbeat", None)
-        if (
-            heartbeat is not None
-        ):  # DistributedTimeoutWrapper sets it in forward(), which the packed step bypasses
+        if heartbeat is not None:
+            # DistributedTimeoutWrapper sets it in forward(), which the packed step bypasses.
             heartbeat.set()
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):

@@ -83,7 +83,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     def _fused(
         self, out: dict[str, list[Tensor]], src_tokens: Tensor, token_embeddings: Tensor | None
     ) -> Tensor:
-        """Fuse the layers' outputs: S x B x C, or S x B x (M C) for M decoder layers, C more with a surface key."""
+        """Fuse the layers' outputs: S x B x C; for M decoder layers S x B x (M C), plus C for the key."""
 
         def word_embeddings() -> Tensor:
             embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings

@@ -31,6 +31,6 @@ def in_target(batch: dict[str, Any], pad_idx: int) -> bool:
 
 
 def _holds(batch: dict[str, Any], pad_idx: int) -> bool:
-    """Compare the two: a literal ``<pad>`` is one position later in the decoder's input than in the target."""
+    """Compare the padding masks: a literal ``<pad>`` is one position later in the input than the target."""
     inputs = batch["net_input"]["prev_output_tokens"]
     return not inputs.ne(pad_idx).equal(batch["target"].ne(pad_idx))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
-from surface_fusion.compat.hub import left_empty, source_limit
+from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hub import TranslationHub
 from surface_fusion.text_lines import bursts
@@ -91,7 +91,7 @@ class Translation(NamedTuple):
 
 def translations(hub: TranslationHub, parts: Iterable[list[str]], beam: int) -> Iterator[Translation]:
     """One for each line of *parts*; an empty one of an empty line and of a line that is too long."""
-    limit = source_limit(hub.max_positions)
+    limit = position_limit(hub.max_positions, "source")
     done = 0
     for part in parts:
         rows = [hub.encode(line.strip()) for line in part]

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def position_limit(max_positions: Any, side: Literal["source", "target"]) -> float:
-    """Maximum tokens of a line, from fairseq's *max_positions*: a number, a (source, target) pair, or None."""
+    """Maximum tokens of a line by fairseq's *max_positions*: a number, a (source, target) pair, or None."""
     index = ("source", "target").index(side)
     limit = max_positions[index] if isinstance(max_positions, (tuple, list)) else max_positions
     return limit if isinstance(limit, (int, float)) else math.inf

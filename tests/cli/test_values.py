@@ -84,7 +84,7 @@ def test_generation(refused, data, checkpoint, verb, flags, line):
 def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
     flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
     said = refused(verb, data, *flags)
-    assert said == f"override '{key}' of {checkpoint} is no setting of its model; {advice}"
+    assert said == f"override '{key}' of {checkpoint} is not a setting of its model; {advice}"
 
 
 def test_an_override_of_another_type(refused, data, checkpoint):

@@ -229,8 +229,8 @@ def compare_norms_later(check: Callable[..., None], trainer: Any, grad_norm: Ten
 def keep_data_workers(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """fairseq's ``Trainer.get_train_iterator``; a new epoch's iterator reuses the data workers.
 
-    With ``--grouped-shuffling`` fairseq builds new batches for each epoch and restarts all data workers: 0.7 s
-    per epoch with eight workers, while the GPUs wait.
+    With ``--grouped-shuffling`` fairseq builds new batches for each epoch and restarts all data workers: with
+    eight of them 0.7 s per epoch, while the GPUs wait.
     """
     before: Any = getattr(trainer, "train_iterator", None)
     iterator = trainer.train_iterator = get_train_iterator(trainer, *args, **kwargs)

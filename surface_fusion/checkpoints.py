@@ -150,7 +150,7 @@ def _drop_unused(
     else:
         logger.info(
             f"dropped {len(unused)} parameters that the published code allocated but this model never uses "
-            f"({', '.join(unused)}); to go on training from this checkpoint, add --reset-optimizer"
+            f"({', '.join(unused)}); to continue training from this checkpoint, add --reset-optimizer"
         )
 
 

@@ -272,7 +272,7 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
     """Return what a start logged about the checkpoint from which it resumed.
 
     Raises:
-        Failure: it began anew although there was a checkpoint, or passed a damaged one over.
+        Failure: it started from scratch although there was a checkpoint, or skipped a damaged one.
     """
     if "is damaged" in log or "is truncated" in log:
         raise Failure(f"a start found a damaged file:\n{log[-3000:]}")
@@ -280,7 +280,7 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
         return f"{Path(loaded[1]).name}, {loaded[2]}"
     if "No existing checkpoint found" in log:
         if had_checkpoint:
-            raise Failure(f"a start began anew although there was a checkpoint:\n{log[-3000:]}")
+            raise Failure(f"a start began from scratch although there was a checkpoint:\n{log[-3000:]}")
         return "from the beginning: there was no checkpoint_last.pt yet"
     return "killed before it said so"
 
@@ -289,7 +289,7 @@ def compare(reference: Path, folder: Path) -> None:
     """Raise :class:`Failure` unless both folders hold the same checkpoints.
 
     *folder* may also hold older ones, if they are whole: fairseq removes what the ``--keep-`` flags do not
-    keep after a save in the middle of an epoch; who is killed before that removes it after the next.
+    keep after a save in the middle of an epoch; a training killed before that removes it after the next.
     """
     expected, found = (sorted(os.listdir(place)) for place in (reference, folder))
     more = [name for name in found if name not in expected]

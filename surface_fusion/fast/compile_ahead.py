@@ -151,7 +151,7 @@ class _Elsewhere:
 class Compilation:
     """Compiling all kernels of a training step while this process does something else.
 
-    A failure is logged: whoever needs the kernel will meet it again.
+    A failure is logged; it is raised again when the kernel is needed.
 
     Args:
         model: wherever it is.

@@ -196,7 +196,7 @@ class FastDecoding:
         return length, source
 
     def must_move(self, state: DecodeState, sentences: int | None) -> bool:
-        """Whether the cache is full, or too large for so many sentences (None: unknown) to go on with."""
+        """Whether the cache is full, or too large for the remaining sentences (None: unknown)."""
         cache = state.lease.cache
         most = (0.25 if self._is_static(state.slots) else 0.75) * cache.sentences
         too_large = sentences is not None and cache.sentences > 1 and sentences <= most

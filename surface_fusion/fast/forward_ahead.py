@@ -81,7 +81,9 @@ class ForwardAhead(Generic[Outcome]):
             or not self._generator.get_state().equal(begun.drawn[0])
         ):
             if not self.pays:
-                logger.info("forwards are not begun early any more: parameters or batches change in between")
+                logger.info(
+                    "forwards are no longer launched ahead: parameters or batches change between updates"
+                )
             return None
         self._missed = 0
         self._generator.set_state(begun.drawn[1])

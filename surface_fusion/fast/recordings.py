@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDING_ROWS = 35_000
-"""What making a recording costs, in units of :attr:`Capacity.cost` (H200: 1.4 million a second): 0.04 s, as
-the GPU works on a batch meanwhile, and somewhat less, as batches go on to need it."""
+"""Cost of a capture, in units of :attr:`Capacity.cost` (H200: 1.4 million a second): 0.04 s, as
+the GPU works on a batch meanwhile, and slightly less, as later batches will need it too."""
 
 TOGETHER = 16
 """Several processes, which wait for each other, make theirs in the same batch of so many."""

@@ -1,7 +1,7 @@
 """Encoder layer fusion for fairseq: load with ``--user-dir surface_fusion``.
 
-Importing the package registers the models and mends what fairseq needs on today's Python and
-torch (``compat``).
+Importing the package registers the models and patches fairseq to run with current Python and torch
+(``compat``).
 """
 
 from surface_fusion.quiet import root_logger_left_alone

@@ -1,4 +1,4 @@
-"""``python -m surface_fusion``: the same as the command ``surface-fusion``."""
+"""``python -m surface_fusion``: same as the command ``surface-fusion``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Named architectures: sizes only, each for ``-a NAME``; all end in :func:`base_architecture`."""
+"""Named architectures for ``-a NAME``. They set sizes only and end by calling :func:`base_architecture`."""
 
 import logging
 from argparse import Namespace
@@ -15,14 +15,14 @@ from surface_fusion.model import MODEL_NAME
 logger = logging.getLogger(__name__)
 
 ATTENTION_DROPOUT = 0.1
-"""With ``--surfacefusion``, as in the published code."""
+"""Default of ``--attention-dropout`` with ``--surfacefusion``, as in the published code."""
 
 
 def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_architecture) -> None:
-    """What comes before any architecture's sizes.
+    """Flatten YAML sections and set the default of ``--attention-dropout``; called before sizes are set.
 
-    The published code drops attention weights at 0.1 by default; a plain Transformer keeps the default of
-    *plain_architecture*, mostly 0. Where the two differ, one log line says so.
+    With ``--surfacefusion`` the default is 0.1, as in the published code; without it, it is that of
+    *plain_architecture*, mostly 0. If the two differ, one line is logged.
     """
     flatten_sections(args)
     if getattr(args, "surfacefusion", None) is None or hasattr(args, "attention_dropout"):
@@ -59,7 +59,7 @@ def tiny(args: Any) -> None:
 
 
 def _sized_like(plain_architecture: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The architecture of ours with the sizes of one of fairseq's Transformers."""
+    """A SurfaceFusion architecture with the sizes of one of fairseq's Transformers."""
 
     def architecture(args: Any) -> None:
         _prepare(args, plain_architecture)

@@ -4,8 +4,8 @@
 ``K = W_k k`` (k: encoder output, S x B x C') and ``V = W_v v`` (v: source embeddings, B x S x C')
 (SurfaceFusion, Liu et al., ICLR 2021).
 
-fairseq's own attention cannot do this: with cached keys it computes V from the key. Keys and
-values here are projected once a sentence, and follow the hypotheses in beam search.
+fairseq's attention cannot do this: with cached keys it computes V from the key. Here keys and values are
+projected once per sentence, cached, and reordered with the hypotheses in beam search.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class SurfaceAttention(FairseqIncrementalState, nn.Module):
-    """Multi-head attention whose values are not its keys.
+    """Multi-head attention whose keys and values come from different tensors.
 
     Args:
         embed_dim: width C of the query and of the result.
@@ -38,7 +38,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         self.k_proj = nn.Linear(source_dim, embed_dim)
         self.v_proj = nn.Linear(source_dim, embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
-        # As fairseq starts its attention where the three inputs are of one width.
+        # fairseq's initialisation of attention whose three inputs have one width.
         for proj in (self.q_proj, self.k_proj, self.v_proj):
             nn.init.xavier_uniform_(proj.weight, gain=2**-0.5)
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -52,14 +52,14 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         key_padding_mask: Tensor,
         incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
     ) -> Tensor:
-        """Read *value* where *key* answers *query*.
+        """Attend from *query* to *key* and return the weighted sum of *value*.
 
         Args:
             query: T x B x C.
             key: S x B x C'.
             value: B x S x C'.
             key_padding_mask: bool, B x S, true at padding.
-            incremental_state: where keys and values stay between decoding steps.
+            incremental_state: caches projected keys and values between decoding steps.
 
         Returns:
             B x T x C.
@@ -86,10 +86,10 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         return self.out_proj(read.transpose(1, 2).flatten(2))
 
     def weights(self, query: Tensor, key: Tensor, key_padding_mask: Tensor) -> Tensor:
-        """How much each query reads of each source position, without dropout: B x H x T x S.
+        """Attention weights of each query over the source positions, without dropout: B x H x T x S.
 
         Args:
-            query, key, key_padding_mask: as :meth:`forward`'s.
+            query, key, key_padding_mask: as in :meth:`forward`.
         """
         q = self._split_heads(self.q_proj(query.transpose(0, 1)))
         k = self._split_heads(self.k_proj(key.transpose(0, 1)))
@@ -103,7 +103,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
     def reorder_incremental_state(
         self, incremental_state: dict[str, dict[str, Tensor | None]], new_order: Tensor
     ) -> None:
-        """Let the cache follow the hypotheses: row i becomes row ``new_order[i]``."""
+        """Reorder the cache with the hypotheses: row i becomes row ``new_order[i]``."""
         cache: dict[str, Any] | None = self.get_incremental_state(incremental_state, "surface")
         if cache is not None:
             reordered = {name: x.index_select(0, new_order) for name, x in cache.items()}

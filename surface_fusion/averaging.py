@@ -1,6 +1,6 @@
-"""Averaging the parameters of checkpoints (Vaswani et al., 2017, section 6.1).
+"""Average the parameters of checkpoints (Vaswani et al., 2017, section 6.1).
 
-The mean of the last few checkpoints of a training usually translates a little better than each of them.
+The mean of a training's last few checkpoints usually translates slightly better than each of them.
 """
 
 import os
@@ -19,12 +19,12 @@ UPDATE_CHECKPOINTS = r"checkpoint_\d+_(\d+)\.pt"
 
 
 def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
-    """The last checkpoint of *paths* with the mean of all their parameters, ready to save.
+    """Return the last checkpoint of *paths* with its parameters replaced by the mean over *paths*.
 
-    Sums are in float64, the result has the dtypes of the last checkpoint, whose integer buffers are taken
-    as they are. Tensors that shared memory still do. Optimizer state is left out: the result is for
-    generation, or to start a new training from (``--finetune-from-model``). ``averaged``, which fairseq
-    does not read, names the files.
+    Sums are computed in float64 and cast to the dtypes of the last checkpoint, whose integer buffers are
+    copied. Tensors that shared memory still share it. The optimizer state is removed: use the result for
+    generation or to initialise a new training (``--finetune-from-model``). The key ``averaged`` lists the
+    file names; fairseq ignores it.
 
     Raises:
         SurfaceFusionError: a file cannot be loaded without trusting it, or two differ in the names or shapes
@@ -42,10 +42,10 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     state["model"] = _means(sums, len(paths), model)
     state["averaged"] = [os.path.basename(path) for path in paths]
     state["last_optimizer_state"] = None
-    # That of the last checkpoint alone would be out of place.
+    # The moving average of the last checkpoint alone does not belong to the mean.
     state["extra_state"].pop("ema", None)
     if state.get("args") is not None:
-        del state["cfg"]  # which fairseq's loader made from args
+        del state["cfg"]  # fairseq's loader built it from args
     else:
         state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     return state
@@ -79,10 +79,13 @@ def _means(sums: dict[str, Tensor], count: int, last: dict[str, Tensor]) -> dict
 
 
 def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
-    """The last *count* epoch checkpoints (or those written every so many updates) in *folder*, oldest first.
+    """Paths of the last *count* epoch checkpoints in *folder*, oldest first; or update checkpoints.
+
+    Args:
+        by_update: select checkpoints that were saved by ``--save-interval-updates``.
 
     Raises:
-        SurfaceFusionError: there is no such folder, or it holds fewer.
+        SurfaceFusionError: *folder* does not exist or holds fewer than *count* of them.
     """
     if not os.path.isdir(folder):
         raise SurfaceFusionError(

@@ -1,7 +1,7 @@
-"""With ``--grouped-shuffling``, the batches of the next epoch are made while this one trains.
+"""Build the next epoch's batches in a background process while the current epoch trains.
 
-fairseq then makes other batches for each epoch, and all GPUs wait for it: on 620,000 sentence pairs a quarter
-of a second. Here a process beside the data loader's workers makes them, one epoch ahead, the same ones.
+With ``--grouped-shuffling``, fairseq builds new batches at the start of each epoch while all GPUs wait:
+0.25 s for 620,000 sentence pairs. A separate worker process builds the same batches one epoch ahead.
 """
 
 import copy
@@ -19,25 +19,25 @@ Batches = Sequence[Any]
 
 
 class _Epochs(IterableDataset[tuple[Tensor, list[int]]]):
-    """The batches of one epoch after the other, each as its sentences in a row and the batches' lengths."""
+    """Yields the batches of each epoch in turn, as (concatenated sentence indices, length of each batch)."""
 
     def __init__(self, make: Callable[[int], Batches], first: int) -> None:
         self.make, self.first = make, first
 
     def __iter__(self) -> Iterator[tuple[Tensor, list[int]]]:
-        logging.disable()  # the same is said at the start of each epoch
+        logging.disable()  # would repeat the same lines for each epoch
         for epoch in itertools.count(self.first):
             batches = self.make(epoch)
             yield torch.from_numpy(np.concatenate(batches)), [len(batch) for batch in batches]
 
 
 class _Ahead:
-    """What one dataset's iterators have in common, and batches for the ones to come.
+    """Builds the epoch iterators of one dataset, and prefetches the batches of the next epoch.
 
     Args:
-        make: an epoch's iterator as fairseq makes it.
-        epoch: of the first.
-        wanted: what it was asked for with, but for the epoch.
+        make: builds the iterator of an epoch as fairseq does.
+        epoch: the first epoch.
+        wanted: keyword arguments of ``get_batch_iterator`` other than the epoch.
     """
 
     def __init__(self, make: Callable[[int], Any], epoch: int, dataset: Any, wanted: dict[str, Any]) -> None:
@@ -47,14 +47,14 @@ class _Ahead:
         self._unused: Any = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the task has none
+        return type(None), ()  # a copied or pickled task starts without it
 
     def is_for(self, epoch: int, dataset: Any, wanted: dict[str, Any]) -> bool:
-        """Whether this epoch was expected."""
+        """Whether the prefetched batches are those of *epoch*, *dataset* and *wanted*."""
         return epoch == self._next and dataset is self._dataset and wanted == self._wanted
 
     def iterator(self) -> Any:
-        """The next epoch's; from the second on, when there seem to be several, others are made meanwhile."""
+        """Return the next epoch's iterator; from the second call on, start building the one after it."""
         epoch = self._next
         self._next += 1
         if self._loader is not None:
@@ -68,7 +68,7 @@ class _Ahead:
         iterator = self._make(epoch)
         if self._unused is not None:
             epochs = _Epochs(lambda epoch: self._make(epoch).frozen_batches, self._next)
-            generator = torch.Generator()  # its own: torch's goes on as if nothing had been
+            generator = torch.Generator()  # its own, so that torch's global generator is not advanced
             how: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 1, "generator": generator}
             self._loader = iter(DataLoader(epochs, batch_size=None, collate_fn=_as_it_is, **how))
         self._unused = copy.copy(iterator)
@@ -82,9 +82,10 @@ def _as_it_is(epoch: Any) -> Any:
 def make_batches_ahead(
     get_batch_iterator: Callable[..., Any], task: Any, dataset: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``FairseqTask.get_batch_iterator``; each epoch's batches are ready when it is asked for them.
+    """fairseq's ``FairseqTask.get_batch_iterator``, with each epoch's batches built one epoch ahead.
 
-    Where they are others each epoch, data workers are wanted, and these need not know the epoch.
+    Applies if batches change from epoch to epoch, ``--num-workers`` is above 0, and the dataset does not
+    depend on the epoch.
     """
     epoch = kwargs.pop("epoch", 1)
 

@@ -1,8 +1,8 @@
-"""Which parameters of a checkpoint fit a model, and what is said about those that do not.
+"""Adapt the parameters of a checkpoint to a model.
 
-The published code allocates parameters that it never uses (a learned gate where the gate is fixed, linear
-maps without ``--sf-linear``, the attention of mean and max); ours does not. A checkpoint of a plain
-Transformer has none of the fusion's parameters.
+The published code allocates parameters that it never uses: a learned gate when the gate is fixed, linear
+maps without ``--sf-linear``, attention for mean and max. This package does not allocate them. A checkpoint
+of a plain Transformer has no fusion parameters.
 """
 
 import logging
@@ -17,10 +17,10 @@ from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
-# Always there in a checkpoint of the published code, and how it is known.
+# Every checkpoint of the published code has these parameters; they identify it.
 PUBLISHED = ("decoder.meanmaxweight", "decoder.tgt_out_dim.weight", "decoder.src_out_dim.weight")
 
-# Parameters that surface fusion adds to a Transformer, by the start of their names.
+# Name prefixes of the parameters that surface fusion adds to a Transformer.
 FUSION_PARAMETERS = (
     "decoder.sf_attn.",
     "decoder.fc1.",
@@ -29,7 +29,7 @@ FUSION_PARAMETERS = (
     "decoder.src_out_dim.",
     "decoder.meanmaxweight",
 )
-# The published names of transparent attention's parameters, and ours. (One more was never used.)
+# Transparent attention: published parameter name -> SurfaceFusion name. (One more was never used.)
 PUBLISHED_LAYER_ATTENTION = {
     "decoder.ta_weight": "encoder.fusion.weight",
     "decoder.ta_final_layernorm.": "encoder.fusion.layer_norm.",
@@ -39,24 +39,25 @@ PUBLISHED_LAYER_ATTENTION = {
     "encoder.layernorm_allsource.": "encoder.fusion.ffn_norm.",
 }
 NORM_FIRST = "encoder.fusion.ffn_norm_first"
-"""A buffer that pre-norm models with ``--ta-ffn`` have, but for those of version 0.1.0."""
+"""A buffer of pre-norm models with ``--ta-ffn``; models of version 0.1.0 lack it."""
 
 OUR_ENCODER_FUSION = ("encoder.fusion.", "encoder.combination.", "decoder.combination.")
 ENCODER_FUSION_PARAMETERS = (*OUR_ENCODER_FUSION, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
 
 
 def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
-    """Make *state_dict* fit *model*, in place, as far as that is honest.
+    """Adapt *state_dict* to *model*, in place.
 
-    * parameters of the published code get our names; those that it allocated and never used are dropped,
-      with one log line;
-    * those of a fused model are dropped by a plain one, with a warning;
-    * a checkpoint without surface fusion, or without encoder layer fusion, lets the model keep its fresh
-      parameters of that, with one log line. Where the method allows it they begin as the plain Transformer.
+    * Renames parameters of the published code, and drops those that it allocated but never used; logs one
+      line.
+    * Drops the fusion parameters if *model* is a plain Transformer; logs a warning.
+    * Keeps the model's initial fusion parameters if the checkpoint has none of surface fusion or of encoder
+      layer fusion; logs one line. If the method allows it, they are set so that the model initially equals
+      the plain Transformer.
 
     Raises:
-        SurfaceFusionError: some fusion parameters are missing, some were trained but are not wanted, one
-            has another shape, or the dictionaries differ in size.
+        SurfaceFusionError: some but not all fusion parameters are missing, trained parameters have no
+            counterpart in the model, a shape differs, or the sizes of the dictionaries differ.
     """
     wanted = model.state_dict()
     published = all(name in state_dict for name in PUBLISHED)
@@ -95,10 +96,11 @@ def _start_encoder_as_plain(model: Any) -> None:
 
 
 def _rename_layer_attention(state_dict: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Give the published code's parameters our names.
+    """Rename the published code's parameters to SurfaceFusion's names.
 
     Raises:
-        SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, whose norm came afterwards.
+        SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, which normalised after the
+            feed-forward layer.
     """
     published_ffn = any(name.startswith("encoder.layernorm_allsource.") for name in state_dict)
     if NORM_FIRST in wanted and published_ffn:
@@ -126,13 +128,13 @@ def _drop_unused(
     ]
     if not unused:
         return
-    # fc1 and fc2 are allocated where they are used; the attention also for mean and max.
+    # The published code allocates fc1 and fc2 only if they are used, but the attention also for mean and max.
     never_used: tuple[str, ...] = (
         PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
     )
     never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
     if model.cfg.surfacefusion is None:
-        never_used += FUSION_PARAMETERS  # the published code had no other way to switch it off than gate 1
+        never_used += FUSION_PARAMETERS  # the published code can switch surface fusion off only by gate 1
     if not plain and not (published and all(name.startswith(never_used) for name in unused)):
         raise _logged(
             f"the checkpoint was trained with fusion parameters that this model has no use for "
@@ -148,7 +150,7 @@ def _drop_unused(
     else:
         logger.info(
             f"dropped {len(unused)} parameters that the published code allocated but this model never uses "
-            f"({', '.join(unused)}); to go on training from this checkpoint, add --reset-optimizer"
+            f"({', '.join(unused)}); to continue training from this checkpoint, add --reset-optimizer"
         )
 
 
@@ -169,6 +171,6 @@ def _check_shapes(wanted: dict[str, Tensor], state_dict: dict[str, Tensor]) -> N
 
 
 def _logged(message: str) -> SurfaceFusionError:
-    """The error, logged at once: fairseq's trainer replaces it by one that names nothing."""
+    """Log the error and return it: fairseq's trainer replaces the exception by one without the reason."""
     logger.error(message)
     return SurfaceFusionError(message)

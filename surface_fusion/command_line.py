@@ -1,7 +1,4 @@
-"""What the flags of a training mean today, and what they cannot mean.
-
-Called at the end of fairseq's parsing, by way of the architecture functions.
-"""
+"""Normalise and check the training flags; called by the architecture functions at the end of parsing."""
 
 import importlib.util
 import logging
@@ -17,15 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 def settle_command_line(args: Any) -> None:
-    """Translate dropped spellings and undo a wrong guess of fairseq's; only on a parsed command line.
+    """Translate old spellings and correct derived flags; does nothing unless *args* is a command line.
 
-    * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate schedule has a flag of that name;
-    * ``--bf16`` makes fairseq look for a TPU (options.py, fairseq main of 2025); it stays off without one;
-    * ``flat_adam`` keeps its own fp32 weights: fairseq's memory-efficient wrapper adds no second copy.
+    * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate scheduler has a flag of that name.
+    * ``--bf16`` makes fairseq set ``tpu`` (options.py, fairseq main of 2025); it is reset without torch_xla.
+    * ``flat_adam`` keeps its own fp32 weights, so fairseq's memory-efficient wrapper is used: it adds no
+      second copy.
 
     Raises:
-        SurfaceFusionError: a number out of its range, ``--fp16`` without a GPU, or flat_adam with what it
-            cannot serve.
+        SurfaceFusionError: a number is out of range, ``--fp16`` is given without a GPU, or flat_adam is
+            combined with a flag that it does not support.
     """
     if not hasattr(args, "stop_min_lr") or hasattr(args, "_name"):
         return  # a model's configuration, not a command line
@@ -42,7 +40,7 @@ def settle_command_line(args: Any) -> None:
         for given, flag in (
             (args.use_bmuf, "--use-bmuf"),
             (backend in ("slowmo", "fully_sharded"), f"--ddp-backend {backend}"),
-            (noise > 0, f"--quant-noise-pq {noise}"),  # which exchanges parameters in each forward
+            (noise > 0, f"--quant-noise-pq {noise}"),  # replaces parameters in each forward
         ):
             if given:
                 raise SurfaceFusionError(

@@ -1,7 +1,7 @@
-"""All flags of the model in one dataclass: a field is a flag is a help line.
+"""All flags of the model in one dataclass; each field is a flag with its help text.
 
 The command line (``add_args``), YAML configs (``model: {_name: transformer_surface_fusion, ...}``)
-and the ``args`` of old checkpoints all end in :meth:`SurfaceFusionConfig.from_namespace`.
+and the ``args`` of old checkpoints are all read by :meth:`SurfaceFusionConfig.from_namespace`.
 """
 
 import argparse
@@ -30,18 +30,16 @@ SECTIONS = ("encoder", "decoder", "quant_noise")
 """Nested configurations of fairseq's Transformer; ``--encoder-layers`` is ``encoder.layers``."""
 
 FUSION_ONLY = ("sf_mode", "sf_gate", "sf_softmax_tau", "sf_renormalize", "sf_linear", "sf_idx")
-"""Fields that mean something with ``--surfacefusion`` only."""
+"""Fields that have an effect only with ``--surfacefusion``."""
 
-PLAIN_HELP = (
-    "switch every fast path off: the plain modules, losses and updates that the fast ones are tested against"
-)
-"""Of ``--sf-plain``, a flag of model, criterion and optimizer alike."""
+PLAIN_HELP = "disable all fast paths: use the plain modules, losses and updates that they are tested against"
+"""Help text of ``--sf-plain``, a flag of the model, the criterion and the optimizer."""
 
 
-# Optional[X], not X | None: fairseq's parser knows only the former.
+# Optional[X], not X | None: fairseq's parser supports only the former.
 @dataclass
 class SurfaceFusionConfig(EncoderFusionConfig):
-    """fairseq's Transformer, encoder layer fusion, and what SurfaceFusion (Liu et al., ICLR 2021) adds."""
+    """Flags of fairseq's Transformer, encoder layer fusion and SurfaceFusion (Liu et al., ICLR 2021)."""
 
     surfacefusion: Optional[SurfaceSource] = field(  # type: ignore[valid-type]
         default=None,
@@ -54,7 +52,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         default=0.0,
         metadata={
             "help": "dropout probability for attention weights; default 0.1 with --surfacefusion, as "
-            "published, and otherwise the architecture's (0.0): to compare the two, give it to both"
+            "published, otherwise the architecture's (0.0); set it explicitly in both to compare the two"
         },
     )
     sf_mode: FusionMode = field(  # type: ignore[valid-type]
@@ -78,18 +76,18 @@ class SurfaceFusionConfig(EncoderFusionConfig):
     sf_renormalize: bool = field(
         default=False,
         metadata={
-            "help": "hard mode as a true distribution, log_softmax(g z + (1-g) s): same greedy choice, one "
-            "projection, perplexity means something (not in the published code)"
+            "help": "normalise hard mode, log_softmax(g z + (1-g) s): same greedy choice, one vocabulary "
+            "projection, comparable perplexity (not in the published code)"
         },
     )
     sf_linear: bool = field(
         default=False,
-        metadata={"help": "a linear map on each branch before the output embedding"},
+        metadata={"help": "apply a linear map to each branch before the output embedding"},
     )
     sf_ffn: Optional[bool] = field(
         default=None,
         metadata={
-            "help": "one residual feed-forward layer, shared by both branches, before the output "
+            "help": "apply one residual feed-forward layer, shared by both branches, before the output "
             "embedding (on by default, as in every published run)"
         },
     )
@@ -109,14 +107,14 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         default=None,
         metadata={
             "help": "decoder layer whose output is the query of the surface attention; 0 is the first, "
-            "negative counts from the end, default: the last"
+            "negative numbers count from the end; default: the last"
         },
     )
     sf_no_detach: bool = field(
         default=False,
         metadata={
             "help": "let the surface attention's gradient reach the decoder (query) and the encoder (key); "
-            "the published code cuts both"
+            "the published code detaches both"
         },
     )
     sf_pool_published: bool = field(
@@ -131,10 +129,10 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         metadata={"help": "decoder layer i attends to the output of encoder layer i, not of the last"},
     )
     source_word_dropout: float = field(
-        default=0.0, metadata={"help": "probability of leaving out a source word in training"}
+        default=0.0, metadata={"help": "probability of dropping a source word in training"}
     )
     target_word_dropout: float = field(
-        default=0.0, metadata={"help": "probability of leaving out a target word in training"}
+        default=0.0, metadata={"help": "probability of dropping a target word in training"}
     )
     no_encoder_fnn: bool = field(
         default=False, metadata={"help": "encoder layers without their feed-forward sublayer"}
@@ -145,19 +143,19 @@ class SurfaceFusionConfig(EncoderFusionConfig):
     sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
     def __post_init__(self) -> None:
-        # fairseq's defaults of the nested sections are the classes: a change would be everybody's.
+        # fairseq's defaults are the section classes themselves; setting a field would change all configs.
         for section in SECTIONS:
             if isinstance(getattr(self, section), type):
                 setattr(self, section, getattr(self, section)())
 
     @property
     def mode(self) -> Mode:
-        """The fusion of distributions that the flags ask for."""
+        """How the flags fuse the two distributions."""
         return MODES[str(self.sf_mode)]
 
     @property
     def learned_gate(self) -> bool:
-        """Whether hard fusion weighs the branches by a learned gate (``--sf-gate 0``)."""
+        """Whether hard fusion weights the branches by a learned gate (``--sf-gate 0``)."""
         return self.surfacefusion is not None and self.mode.gated and self.sf_gate == 0
 
     @property
@@ -167,7 +165,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
 
     @property
     def fairseqs_own(self) -> bool:
-        """Whether fairseq's encoder and decoder are all that the flags ask for."""
+        """Whether fairseq's own encoder and decoder implement all the flags."""
         ours = (
             *(self.surfacefusion is not None, self.encoder_fusion not in (None, "extra-layers")),
             *(self.layer_wise_attention, self.no_encoder_fnn, self.no_decoder_fnn),
@@ -177,21 +175,21 @@ class SurfaceFusionConfig(EncoderFusionConfig):
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add every field as a flag, and the spellings that fairseq has dropped since the paper."""
+        """Add each field as a flag, and flags of the published commands that fairseq has since renamed."""
         gen_parser_from_dataclass(parser, cls(), delete_default=True, with_prefix="")
         parser.add_argument(
             "--min-lr",
             type=float,
             metavar="LR",
-            help="what fairseq calls --stop-min-lr today; accepted so that published commands run",
+            help="old name of --stop-min-lr; accepted so that published commands run",
         )
 
     @classmethod
     def from_namespace(cls, args: Any) -> "SurfaceFusionConfig":
-        """The checked configuration of *args*, whatever its origin.
+        """Return the checked configuration of a command line, YAML config or checkpoint.
 
         Raises:
-            SurfaceFusionError: a value that no model can be built with; the text says what to change.
+            SurfaceFusionError: a model cannot be built with a value; the text says what to change.
         """
         if isinstance(args, DictConfig):
             cls._check_keys(args)
@@ -202,7 +200,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
 
     @classmethod
     def _check_keys(cls, yaml: DictConfig) -> None:
-        """A misspelt flag stops the command line; a misspelt YAML key is as bad."""
+        """Reject a misspelt YAML key, as the command line rejects a misspelt flag."""
         known = {"_name", *SECTIONS, *(f.name for f in fields(cls))}
         for section in SECTIONS:
             known |= {f"{section}_{f.name}" for f in fields(getattr(cls(), section))}
@@ -215,7 +213,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                 )
 
     def check(self) -> None:
-        """Raise :class:`SurfaceFusionError` on the first value that no model can be built with."""
+        """Raise :class:`SurfaceFusionError` for the first value that a model cannot be built with."""
         if self.__dict__.get("addtional_source_output") == "final":
             raise SurfaceFusionError(
                 "--addtional-source-output final crashed in the published code and is not there; leave it out"
@@ -272,7 +270,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             values |= {f"{section}_{f.name}": getattr(part, f.name) for f in fields(part)}
         for name, value in values.items():
             if name in RANGES and isinstance(value, str):
-                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r} is no number; give one")
+                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r} is not a number; give one")
         check_ranges(values)
         for stack, learned in (("encoder", self.encoder.learned_pos), ("decoder", self.decoder.learned_pos)):
             dim = values[f"{stack}_embed_dim"]
@@ -295,8 +293,8 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             )
         if not 0 <= self.sf_softmax_tau < math.inf:
             raise SurfaceFusionError(
-                f"--sf-softmax-tau {self.sf_softmax_tau} is no factor for the surface logits; give a number "
-                "from 0 (no surface) up"
+                f"--sf-softmax-tau {self.sf_softmax_tau} is not a valid factor; give a number of at least 0 "
+                "(0: the surface logits have no effect)"
             )
         if self.sf_renormalize and not self.mode.gated:
             raise SurfaceFusionError(

@@ -1,14 +1,14 @@
-"""``--criterion fused_label_smoothed_cross_entropy``: the loss of ``label_smoothed_cross_entropy``, fast.
+"""``--criterion fused_label_smoothed_cross_entropy``: a fast ``label_smoothed_cross_entropy``.
 
-Three ways lead to the same number, the first that fits is taken for a whole training, and one line of the
-log says which:
+The loss is computed in one of three ways with the same result. A training uses the first that is possible
+and logs which one:
 
 1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``fast/step.py``);
 2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
-3. ``--sf-plain``: as fairseq does.
+3. fairseq's loss (``--sf-plain``).
 
-In hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl``, those of the distribution made to
-sum to 1, which can be compared with another model's.
+With hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl`` of the renormalised distribution,
+which are comparable with those of other models.
 """
 
 import logging
@@ -51,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FusedLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
-    """Flags of ``label_smoothed_cross_entropy``, and the one that turns all fast paths off."""
+    """Flags of ``label_smoothed_cross_entropy``, and ``--sf-plain``."""
 
     sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
 
 @register_criterion("fused_label_smoothed_cross_entropy", dataclass=FusedLabelSmoothedCrossEntropyConfig)
 class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """See the module's head."""
+    """Label-smoothed cross entropy on the fastest available path, see the module's docstring."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         self.early_sums = EarlySums()
 
     def prepare(self, model: Any, cfg: Any) -> None:
-        """Begin to compile what training *model* is going to need on a GPU; fairseq has more to do before.
+        """Start compiling the GPU kernels of a training step in the background.
 
         Args:
-            model: before fairseq moves it.
-            cfg: fairseq's whole configuration.
+            model: the model before fairseq moves it to the GPU.
+            cfg: fairseq's complete configuration.
         """
         common = cfg.common
         if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
@@ -96,14 +96,15 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, Any, dict[str, Any]]:
-        """As fairseq's: the summed loss, the sample size and what to log.
+        """Return the summed loss, the sample size and the logging output, as fairseq's criterion does.
 
-        ``--report-accuracy`` costs the fast ways a forward of its own.
+        On the fast paths ``--report-accuracy`` needs an additional forward.
         """
         way = self._way_for(model) if reduce else "plain"
-        heartbeat = getattr(model, "_heartbeat", None)  # of fairseq's DistributedTimeoutWrapper
+        heartbeat = getattr(model, "_heartbeat", None)
         if heartbeat is not None:
-            heartbeat.set()  # which it does in its forward, and the packed step does not call that
+            # DistributedTimeoutWrapper sets it in forward(), which the packed step bypasses.
+            heartbeat.set()
         net_output = model(**sample["net_input"]) if way == "plain" else None
         if isinstance(way, PackedStep):
             losses = way.evaluate(sample) if not model.training else self._train(way, model, sample)
@@ -135,19 +136,19 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return losses.loss, sample_size, logging_output
 
     def _way_for(self, model: Any) -> str | PackedStep:
-        """Decided once for a model, and again when a parameter of a packed step was frozen.
+        """Select the path for *model*: once, and again if a parameter of a packed step was frozen.
 
-        All processes of a training must go the same way.
+        All processes of a training must select the same path.
         """
         way = self._ways.get(model)
         if way is None or (isinstance(way, PackedStep) and not way.packed.flat.requires_grad):
             self._ways[model], said = self._decide(model)
-            level = logging.INFO if model.training else logging.DEBUG  # a validation has no optimizer to ask
+            level = logging.INFO if model.training else logging.DEBUG  # validation alone has no optimizer
             logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")
         return self._ways[model]
 
     def step_of(self, model: Any) -> PackedStep | None:
-        """What trains *model*, if that is decided and on packed rows."""
+        """The packed training step of *model*, or None if its path is not decided yet or another one."""
         way = self._ways.get(model)
         return way if isinstance(way, PackedStep) else None
 
@@ -157,7 +158,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             return "plain", f"the plain loss, because of {reason}"
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if self.ignore_prefix_size > 0 and getattr(self.task.cfg, "left_pad_target", False):
-            reason = "--ignore-prefix-size with --left-pad-target"  # which cuts padding, too
+            reason = "--ignore-prefix-size with --left-pad-target"  # the prefix then includes padding
         if reason is not None or flat is None:
             return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
@@ -185,9 +186,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return LinearCrossEntropy(loss, nll, normalized)
 
     def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values on the CPU, without waiting for them: the trainer waits for the gradient's norm first.
+        """Copy the values to the CPU without waiting: the trainer later waits for the gradient norm.
 
-        With several processes they are summed over processes before that (``quick_trainer.py``): they stay.
+        With several processes the values stay on the GPU, where ``quick_trainer.py`` sums them.
         """
         one = next(iter(logged.values()))
         if not one.is_cuda or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
@@ -198,8 +199,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """As fairseq's, and the normalised perplexity."""
-        # Of numbers: meters are quicker with them than with tensors, and the GPU waits.
+        """Aggregate as fairseq does, and log the normalised perplexity."""
+        # Convert to numbers: fairseq's meters handle them faster than tensors, and the GPU is idle meanwhile.
         logging_outputs = [
             {name: value.item() if torch.is_tensor(value) else value for name, value in output.items()}
             for output in logging_outputs
@@ -215,6 +216,6 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
 
 
 def unnormalised(model: Any) -> bool:
-    """Whether *model* gives the published hard fusion, whose probabilities sum to less than 1."""
+    """Whether *model* uses the published hard fusion, whose probabilities sum to less than 1."""
     cfg: Any = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
     return bool(getattr(cfg, "unnormalised", False))

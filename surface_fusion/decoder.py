@@ -1,14 +1,14 @@
-"""fairseq's decoder with a softmax layer that also sees the source surface.
+"""fairseq's decoder with a softmax layer that also reads the source embeddings.
 
-With h the top of the decoder and r what was read from the source embeddings (both B x T x C):
+With h the output of the last decoder layer and r the vector read from the source embeddings (both B x T x C):
 
 1. both go through one shared residual feed-forward layer (``--sf-ffn``) and a linear map each
    (``--sf-linear``);
 2. *features* are ``h + tau r`` or ``g h + (1-g) r`` (B x T x C) for the modes that need one vocabulary
    projection, and the pair (h, r) (B x T x 2 x C) for the others, see ``distributions.py``;
-3. *logits* are ``E features``: B x T x V, or B x T x 2V with the target branch first. Since both
-   branches are in them, whatever fairseq does to logits (temperature, slicing) reaches both. A
-   learned gate follows in two more columns, (g, 1-g), which no scaling of the logits can change.
+3. *logits* are ``E features``: B x T x V, or B x T x 2V with the target branch first. Operations of fairseq
+   on logits (temperature, slicing) thus apply to both branches. A learned gate is appended as two columns,
+   (g, 1-g); their ratio does not change when logits are scaled.
 """
 
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ from surface_fusion.word_dropout import WordDropout
 
 
 class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
-    """Transformer decoder with surface fusion, layers that read all before them, layer-wise attention."""
+    """Transformer decoder with surface fusion, encoder layer fusion and layer-wise attention."""
 
-    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+    if TYPE_CHECKING:  # TorchScript would read these annotations as attribute types
         layers: Any  # fairseq's ModuleList
         get_incremental_state: Any  # fairseq's, untyped
         set_incremental_state: Any
@@ -64,7 +64,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             self._build_fusion(cfg)
 
     def _build_fusion(self, cfg: Any) -> None:
-        """Allocate what the flags use and nothing else; names as in the published checkpoints."""
+        """Allocate only the parameters that the flags use, named as in the published checkpoints."""
         dim = self.output_embed_dim
         self.paired = cfg.mode.exponentiated or (cfg.mode.gated and not cfg.sf_renormalize)
         if cfg.surfacefusion == "att":
@@ -88,7 +88,10 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
 
     @torch.no_grad()
     def start_as_plain(self) -> None:
-        """Let the target branch be the plain decoder's; in soft and postnorm the distribution is, too."""
+        """Initialise so that the target branch equals the plain decoder.
+
+        In the soft and postnorm modes the fused distribution does as well.
+        """
         plain = [self.fc2] if self.cfg.sf_ffn else []
         if self.cfg.surfacefusion == "att" and not self.paired and not self.cfg.mode.gated:
             plain.append(self.sf_attn.out_proj)
@@ -99,7 +102,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             nn.init.eye_(self.tgt_out_dim.weight)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> Any:
-        """As fairseq; a layer that picks its own memory where each has one."""
+        """Build a layer as fairseq does; with a memory per layer, one that attends to its own slice."""
         if cfg.memory_per_layer:
             layer = wrap_layer(LayerwiseDecoderLayer(cfg, no_encoder_attn), cfg)
         else:
@@ -114,10 +117,10 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         features_only: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As fairseq's; token by token it is :mod:`surface_fusion.fast.decoding` where that is possible.
+        """Compute logits as fairseq's decoder does; incremental decoding uses the fast path if possible.
 
-        There ``extra`` holds no inner states, and no attention once ``make_generation_fast_`` has said
-        that none is needed.
+        On the fast path (:mod:`surface_fusion.fast.decoding`) ``extra`` holds no inner states, and no
+        attention if ``make_generation_fast_`` has switched it off.
         """
         state = None
         if incremental_state is not None:
@@ -137,7 +140,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     def reorder_incremental_state_scripting(
         self, incremental_state: dict[str, Any], new_order: Tensor
     ) -> None:
-        """Let what is cached follow the hypotheses: row i becomes row ``new_order[i]``."""
+        """Reorder the cache with the hypotheses: row i becomes row ``new_order[i]``."""
         state = self.get_incremental_state(incremental_state, STATE)
         if state is None:
             super().reorder_incremental_state_scripting(incremental_state, new_order)
@@ -145,7 +148,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             self.fast_decoding.reorder(self, state, new_order)
 
     def train(self, mode: bool = True) -> "SurfaceFusionDecoder":
-        """As any module's; in training the memory of decoding is given back."""
+        """Set the mode as ``nn.Module`` does; entering training mode frees the memory of fast decoding."""
         if mode:
             self.fast_decoding.release()
         return super().train(mode)
@@ -158,7 +161,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What :meth:`output_layer` projects: B x T x C, or B x T x 2 x C (see the module's head)."""
+        """Return the input of :meth:`output_layer`: B x T x C, or B x T x 2 x C (see the module)."""
         x, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
         )
@@ -181,22 +184,22 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         return self._fuse(self._head(x, "tgt"), self._head(r, "src")), extra
 
     def _head(self, x: Tensor, branch: str) -> Tensor:
-        """What each branch goes through before the output embedding."""
+        """Apply the layers of a branch before the output embedding."""
         return self._own_head(self._shared_head(x), branch)
 
     def _shared_head(self, x: Tensor) -> Tensor:
-        """The residual feed-forward layer of both branches."""
+        """Apply the residual feed-forward layer that both branches share."""
         if not self.cfg.sf_ffn:
             return x
         hidden = self.activation_dropout(self.activation_fn(self.fc1(x)))
         return x + self.dropout_module(self.fc2(hidden))
 
     def _own_head(self, x: Tensor, branch: str) -> Tensor:
-        """The linear map of one branch."""
+        """Apply the linear map of one branch."""
         return getattr(self, f"{branch}_out_dim")(x) if self.cfg.sf_linear else x
 
     def _fuse(self, h: Tensor, r: Tensor) -> Tensor:
-        """Features from the two branches, B x T x C each."""
+        """Combine the two branches, B x T x C each, into features."""
         if not self.cfg.mode.gated:
             r = r * self.cfg.mode.scale(self.cfg.sf_softmax_tau)
         if self.paired:
@@ -207,11 +210,11 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         return h + r
 
     def _gate(self, features: Tensor) -> Tensor:
-        """The learned weight of the target branch from B x T x 2 x C features: B x T x 1."""
+        """Compute the learned weight of the target branch, B x T x 1, from features B x T x 2 x C."""
         return torch.sigmoid(features.flatten(2) @ self.meanmaxweight.t())
 
     def output_layer(self, features: Tensor) -> Tensor:
-        """Logits of *features*: B x T x V, or both branches' side by side (see the module's head)."""
+        """Project *features* to logits: B x T x V, or both branches concatenated (see the module)."""
         if self.cfg.surfacefusion is None or not self.paired:
             return super().output_layer(features)
         logits = self.output_projection(features).flatten(2)
@@ -220,7 +223,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             logits = torch.cat([logits, gate, 1 - gate], dim=-1)
         return logits
 
-    @torch.jit.unused  # fairseq exports the model's method, so that a trace, too, compiles what calls this
+    @torch.jit.unused  # fairseq exports the model's method that calls this, so even a trace compiles it
     def get_normalized_probs(
         self,
         net_output: tuple[Tensor, Optional[dict[str, list[Optional[Tensor]]]]],
@@ -229,7 +232,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     ) -> Tensor:
         """(Log-)probabilities of the fused distribution, ... x V, in float32 at least.
 
-        In hard mode they are as published: they sum to less than 1.
+        In hard mode they sum to less than 1, as published.
         """
         if self.cfg.surfacefusion is None:
             return super().get_normalized_probs(net_output, log_probs, sample)

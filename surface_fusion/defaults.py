@@ -1,4 +1,4 @@
-"""What a configuration lacks, filled in: the command line's, a YAML file's, an old checkpoint's."""
+"""Fill in missing fields of a configuration from the command line, a YAML file or an old checkpoint."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,7 +12,7 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 def flatten_sections(args: Any) -> None:
-    """Make ``encoder: {layers: 3}`` of a YAML config ``encoder_layers``, which architectures read."""
+    """Turn ``encoder: {layers: 3}`` of a YAML config into ``encoder_layers``, which architectures read."""
     if isinstance(args, DictConfig):
         for section in SECTIONS:
             for name, value in (args.pop(section, None) or {}).items():
@@ -20,19 +20,19 @@ def flatten_sections(args: Any) -> None:
 
 
 def fill_defaults(args: Any) -> None:
-    """Set each of our fields that *args* lacks, and settle what the published code left unclear.
+    """Set each SurfaceFusion field that *args* lacks, and translate the published code's settings.
 
-    Works on the Namespace of the command line or an old checkpoint, and on a YAML config. It is
-    idempotent, so that what a checkpoint stores is what was trained:
+    *args* is the Namespace of a command line or an old checkpoint, or a YAML config. The function is
+    idempotent, so a checkpoint stores the settings that were trained:
 
-    * ``--sf-ffn`` and ``--sf-no-posedemb`` were always on from the published command line;
-    * checkpoints of the published code (they alone carry the misspelt ``sf_fuision_mode``) pooled
-      over ids >= 50, and some carry only the misspelt name of the mode;
-    * in the published code ``--ta-posedemb`` also gave the surface its positions, and a surface with
-      positions was layer 0 of layer attention, too.
+    * ``--sf-ffn`` and ``--sf-no-posedemb`` are on by default, as on the published command line.
+    * Checkpoints of the published code are recognised by the misspelt ``sf_fuision_mode``. They pooled over
+      ids >= 50, and some have only the misspelt name of the mode.
+    * In the published code ``--ta-posedemb`` also added positions to the surface, and a surface with
+      positions was also layer 0 of layer attention.
 
     Raises:
-        SurfaceFusionError: a checkpoint of the published code that nothing here computes alike.
+        SurfaceFusionError: a checkpoint of the published code computes something that is not supported.
     """
     published = hasattr(args, "sf_fuision_mode")
     if published and not hasattr(args, "sf_mode"):

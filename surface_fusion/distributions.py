@@ -1,7 +1,7 @@
-"""Fusing two distributions over the target vocabulary into one.
+"""Fuse two distributions over the target vocabulary into one.
 
-With ``z = E h`` the target logits, ``s = E r`` the surface logits (``r`` is what was read from the
-source embeddings), ``E`` the output embedding and ``lsm`` the log-softmax:
+With the target logits ``z = E h``, the surface logits ``s = E r`` (``r`` is read from the source embeddings),
+the output embedding ``E`` and ``lsm`` the log-softmax:
 
 =============  =========================================  ===========================
 mode           published formula                          what is computed here
@@ -12,7 +12,7 @@ postnorm       ``lsm(lsm(tau s) + lsm(z))``               ``lsm(E (h + tau r))``
 soft_5         ``lsm(z + lsm(s / 5))``                    ``lsm(E (h + r / 5))``
 postnorm_5     ``lsm(lsm(s / 5) + lsm(z))``               ``lsm(E (h + r / 5))``
 postnorm_v1    ``lsm(exp(lsm(tau s) + lsm(z)))``          the same; nearly uniform
-hard, renorm.  (ours)                                     ``lsm(E (g h + (1-g) r))``
+hard, renorm.  (not published)                            ``lsm(E (g h + (1-g) r))``
 =============  =========================================  ===========================
 
 ``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
@@ -29,7 +29,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mode:
-    """One published way to fuse; ``tau`` None means that ``--sf-softmax-tau`` decides."""
+    """A published fusion mode; with ``tau`` None the factor is ``--sf-softmax-tau``."""
 
     formula: str
     gated: bool = False
@@ -52,7 +52,7 @@ MODES = {
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """*x* in float32, or in float64 if it is."""
+    """Cast *x* to float32; float64 stays float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -73,7 +73,7 @@ def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
 
 
 def exponentiated_log_probs(tgt_logits: Tensor, src_logits: Tensor) -> Tensor:
-    """``lsm(exp(lsm(z) + lsm(s)))``, mode postnorm_v1 (*src_logits* are scaled by tau already).
+    """``lsm(exp(lsm(z) + lsm(s)))``, mode postnorm_v1; *src_logits* must already be scaled by tau.
 
     Args:
         tgt_logits, src_logits: ``[..., vocab]``.

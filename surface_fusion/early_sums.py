@@ -1,8 +1,8 @@
-"""What several processes log, summed over them while the backward runs.
+"""Sum logging outputs over processes while the backward runs.
 
-fairseq sums losses and numbers of tokens over processes behind the backward, and waits for the sums before
-the optimizer may begin: 0.4 ms of a GPU's time an update. But all of them are known after the forward. The
-fast step (``fast/step.py``) sends them then, and the trainer finds them there.
+fairseq sums losses and token counts over processes after the backward and waits for the result before the
+optimizer step: 0.4 ms of GPU time per update. All of them are known after the forward, so the fast step
+(``fast/step.py``) starts the all-reduce before the backward, and the trainer reads the result later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Outputs = list[dict[str, Any]]
 class EarlySums:
     """The sums of one update: announced by the trainer, sent by the criterion, taken by the trainer.
 
-    What is not announced is not sent; what was sent for other outputs than the trainer has is not given.
+    Sums that were not announced are not sent. Sums of other outputs than the trainer's are discarded.
     """
 
     def __init__(self) -> None:
@@ -29,25 +29,25 @@ class EarlySums:
         self._beside: Any = None
 
     def announce(self, extra: Sequence[float], group: Optional[dist.ProcessGroup] = None) -> None:
-        """An update begins, and its sums will be asked for.
+        """Start an update whose sums will be taken.
 
         Args:
-            extra: of this process, to be summed along.
-            group: of the processes.
+            extra: further numbers of this process to sum over processes.
+            group: the process group.
         """
         self._extra, self._group, self._outputs, self._sent = list(extra), group, [], None
 
     def add(self, output: dict[str, Any]) -> None:
-        """What was logged of one of the update's batches: numbers, or scalars on any device."""
+        """Add the logging output of one of the update's batches: numbers, or scalars on any device."""
         if self._extra is not None:
             self._outputs.append(output)
 
     def send(self, scale: Tensor) -> None:
-        """Begin to sum what was added; to be called before the backward of the update's last batch.
+        """Start summing the added outputs; call it before the backward of the update's last batch.
 
         Args:
-            scale: the factor of its gradient, on the GPU if there is one. Zero stands for a process without
-                a batch of its own, which went through another one and logs nothing.
+            scale: factor of that batch's gradient, on the GPU if there is one. It is zero if this process has
+                only a dummy batch, whose outputs do not count.
         """
         if self._extra is None:
             return
@@ -62,7 +62,7 @@ class EarlySums:
         self._extra = None
 
     def _to_host(self, sums: Tensor, work: Any) -> tuple[Callable[[], Any], Tensor]:
-        """A function that waits for *work* on *sums*, and where they are then; no kernel waits for it."""
+        """Copy *sums* to the host on a side stream; return a function that waits for it, and the copy."""
         if not sums.is_cuda:
             return work.wait, sums
         self._beside = self._beside or torch.cuda.Stream(sums.device)
@@ -76,7 +76,7 @@ class EarlySums:
         return arrived.synchronize, on_host
 
     def take(self, outputs: Outputs) -> Optional[tuple[dict[str, float], list[float]]]:
-        """The sums of *outputs* by name, and of the extra numbers, if it was these that were sent."""
+        """Return the sums of *outputs* by name and of the extra numbers; None if others or none were sent."""
         sent, self._sent = self._sent, None
         if sent is None or not _same(sent[0], outputs):
             return None
@@ -89,10 +89,10 @@ class EarlySums:
 
 
 def as_vector(values: Mapping[Any, Any], device: torch.device) -> tuple[list[Any], Tensor]:
-    """Numbers and scalars in one tensor of doubles on *device*, without waiting for it.
+    """Collect numbers and scalars into one float64 tensor on *device*, without a synchronisation.
 
     Returns:
-        The names in the order of the tensor: those of values on the host first, each kind as it was given.
+        The names in the tensor's order (values on the host first), and the tensor.
     """
     order = sorted(values, key=lambda name: _is_on_gpu(values[name]))
     on_host = [float(values[name]) for name in order if not _is_on_gpu(values[name])]
@@ -106,12 +106,12 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def _same(sent: Outputs, outputs: Outputs) -> bool:
-    """Whether a task has left them as the criterion gave them."""
+    """Whether the task left the outputs as the criterion returned them."""
     return [output.keys() for output in sent] == [output.keys() for output in outputs] and all(
         one[name] is other[name] for one, other in zip(sent, outputs, strict=True) for name in one
     )
 
 
 def of(trainer: Any) -> Optional[EarlySums]:
-    """What the trainer's criterion has of these; None if it does not send."""
+    """Return the early sums of the trainer's criterion; None if it has none."""
     return getattr(trainer.get_criterion(), "early_sums", None)

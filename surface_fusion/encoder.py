@@ -1,15 +1,15 @@
-"""fairseq's encoder, which also hands the source surface to the decoder.
+"""fairseq's encoder, which also passes the source embeddings (the surface) to the decoder.
 
-``encoder_out["encoder_embedding"]`` holds what the softmax layer reads of the source:
+``encoder_out["encoder_embedding"]`` holds the surface that the softmax layer reads:
 
-* ``att``: the scaled source embeddings ``sqrt(d) E[src]``, B x S x C, with ``--sf-posedemb`` the encoder's
-  input; dropped out by the very mask of the encoder's input;
-* ``mean``, ``max``: one pooled vector a sentence, B x 1 x C, with its own dropout.
+* ``att``: the scaled source embeddings ``sqrt(d) E[src]``, B x S x C, or with ``--sf-posedemb`` the encoder's
+  input; they share the dropout mask of the encoder's input;
+* ``mean``, ``max``: one pooled vector per sentence, B x 1 x C, with its own dropout.
 
-fairseq reorders that entry in beam search like the rest. ``encoder_out["encoder_out"]`` holds what
-``--encoder-fusion`` makes of the layers' outputs. Where each decoder layer reads something of its own
-(``--layer-wise-attention``, transparent attention) it holds all of that side by side and the encoder's output
-at the end, see ``layerwise.py``.
+fairseq reorders this entry in beam search like the others. ``encoder_out["encoder_out"]`` holds the fused
+outputs of the layers (``--encoder-fusion``). If each decoder layer attends to a tensor of its own
+(``--layer-wise-attention``, transparent attention), it holds all of them concatenated on the channel axis,
+followed by the encoder's output, see ``layerwise.py``.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ from surface_fusion.word_dropout import WordDropout
 class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
 
-    if TYPE_CHECKING:  # TorchScript takes annotations for types of attributes
+    if TYPE_CHECKING:  # TorchScript would read these annotations as attribute types
         layers: Any  # fairseq's ModuleList
         fusion: Any
-        """Of the output, for each decoder layer, or None."""
+        """Fuses the layers' outputs into the encoder's output, or None."""
         combination: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
@@ -51,10 +51,10 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
             self.layers = CombinedLayers(self.layers, self.combination)
         key_is_trained = cfg.surfacefusion == "att" and cfg.sf_no_detach
         if isinstance(self.fusion, LayerAttention) and self.layer_norm is not None and not key_is_trained:
-            self.layer_norm.requires_grad_(False)  # nothing is normed by it but the surface's key
+            self.layer_norm.requires_grad_(False)  # it only normalises the surface's key, which is detached
 
     def build_encoder_layer(self, cfg: Any) -> Any:
-        """As fairseq; with ``--no-encoder-fnn`` without the feed-forward sublayer."""
+        """Build a layer as fairseq does; with ``--no-encoder-fnn`` without the feed-forward sublayer."""
         layer = super().build_encoder_layer(cfg)
         return without_feed_forward(layer) if cfg.no_encoder_fnn else layer
 
@@ -65,7 +65,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Tensor]]:
-        """As fairseq's encoder, see the module's head for the two entries that differ."""
+        """Encode as fairseq's encoder does; the module's docstring describes the two entries that differ."""
         if self.word_dropout is not None and self.training:
             if token_embeddings is None:
                 token_embeddings = self.embed_tokens(src_tokens)
@@ -83,7 +83,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     def _fused(
         self, out: dict[str, list[Tensor]], src_tokens: Tensor, token_embeddings: Tensor | None
     ) -> Tensor:
-        """What the decoder attends to: S x B x C, or S x B x (M C) and more for M decoder layers."""
+        """Fuse the layers' outputs: S x B x C; for M decoder layers S x B x (M C), plus C for the key."""
 
         def word_embeddings() -> Tensor:
             embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings
@@ -101,7 +101,10 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor
     ) -> Mapping[str, list[Tensor]]:
-        """Row i becomes row ``new_order[i]``; but with ``--sf-plain``, only when somebody reads it."""
+        """Reorder the batch: row i becomes row ``new_order[i]``.
+
+        Reordering is lazy: entries are gathered on first access; with ``--sf-plain`` it is eager.
+        """
         if self.cfg.sf_plain:
             return super().reorder_encoder_out(encoder_out, new_order)
         if isinstance(encoder_out, ReorderedEncoderOut):
@@ -111,7 +114,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     def forward_embedding(
         self, src_tokens: Tensor, token_embedding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The encoder's input (B x S x C) and the surface (see above), which share one dropout mask."""
+        """Return the encoder's input (B x S x C) and the surface, see the module's docstring."""
         if self.cfg.surfacefusion is None:
             return super().forward_embedding(src_tokens, token_embedding)
         if token_embedding is None:

@@ -1,10 +1,10 @@
-"""With ``--grouped-shuffling``, batches that GPUs work on at the same time cost the same.
+"""Balance the load of GPUs with ``--grouped-shuffling``: batches of one update cost about the same.
 
-GPUs wait for each other in every update. fairseq groups neighbours in its order by length, whose numbers of
-tokens differ: on 103,000 sentence pairs in batches of 16,384 the larger of two was 15 % above their mean (4 %
-with the padding counted). In an order by tokens it is 0.5 % (2.5 %). A GPU's time goes with the rows of
-CUDA graphs, which are rounded up (0.7 % above the mean in an order by tokens, on 621,000 pairs), so that on
-GPUs the order is by these rows first.
+GPUs wait for each other in every update. fairseq groups batches that are neighbours when sorted by sentence
+length, but their token counts differ: on 103,000 sentence pairs in batches of 16,384 tokens, the larger of
+two had 15 % more tokens than their mean (4 % with padding). Sorted by tokens, it has 0.5 % (2.5 %) more. On
+GPUs, time depends on the rows of the captured graph, which are rounded up (0.7 % above the mean on 621,000
+pairs sorted by tokens), so batches are sorted by these rows first.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,25 +16,25 @@ from surface_fusion.fast.packed import Capacity, capacity_for
 
 
 def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``Trainer.get_train_iterator``; the same batches, in the order of their cost.
+    """fairseq's ``Trainer.get_train_iterator``, with its batches sorted by cost.
 
-    The largest come first: fairseq leaves out what is behind the last whole group.
+    The largest come first, because fairseq drops the batches after the last complete group.
     """
     iterator = get_train_iterator(trainer, *args, **kwargs)
     if getattr(iterator, "grouped_shuffling", False) and iterator.num_shards > 1:
         batches = iterator.frozen_batches
         keys = _costs(iterator.dataset, batches, rounded=getattr(trainer, "cuda", False))
-        # Stable: fairseq gives the same iterator again in each epoch, and a resumed training a new one.
+        # A stable sort: fairseq may return the same iterator each epoch, a resumed training builds a new one.
         order = np.lexsort([-key for key in keys])
         iterator._frozen_batches = tuple(batches[i] for i in order)
     return iterator
 
 
 def _costs(dataset: Any, batches: Sequence[Any], rounded: bool) -> list[Any]:
-    """As packed batches', the more important last; of data that is no pairs, their tokens.
+    """Sort keys of the batches, the most important last: costs of packed batches, or tokens if not pairs.
 
     Args:
-        rounded: sort by the rows of the CUDA graph that a GPU captures for the batch first.
+        rounded: also return, as the most important key, the cost of the CUDA graph that runs the batch.
     """
     if getattr(dataset, "tgt_sizes", None) is None:
         return [np.array([sum(int(dataset.num_tokens(i)) for i in batch) for batch in batches])]

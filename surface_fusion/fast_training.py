@@ -1,8 +1,8 @@
-"""Which trainings the trainer's fast code acts on: those of a model of ours without ``--sf-plain``.
+"""Decide whether a Trainer uses the fast path: SurfaceFusion models without ``--sf-plain``.
 
-``Trainer.__init__`` decides it once, from the model. The decision is the attribute ``fast_training`` of the
-trainer, of its task, of the iterators that the task makes for it, and of their buffers. Everything else
-(another model, a task or an iterator without a trainer) is left to fairseq's own methods.
+``Trainer.__init__`` decides once, from the model. The decision is stored as the attribute ``fast_training``
+of the trainer, its task, the iterators that the task builds, and their buffers. All other objects (another
+model, a task or iterator without a trainer) use fairseq's own methods.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from surface_fusion.fast.eligibility import unwrapped
 
 
 def trains_fast(model: Any) -> bool:
-    """Whether *model*, which may be inside distributed wrappers, is ours and not ``--sf-plain``."""
+    """Whether *model*, possibly in distributed wrappers, is a SurfaceFusion model without ``--sf-plain``."""
     cfg = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
     return isinstance(cfg, SurfaceFusionConfig) and not cfg.sf_plain
 
 
 def wrap_if_fast(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """:func:`wrap` the method or property ``owner.name``, for objects whose ``fast_training`` is true."""
+    """:func:`wrap` the method or property ``owner.name`` for objects whose ``fast_training`` is true."""
 
     def guarded(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "fast_training", False):
@@ -36,7 +36,7 @@ def wrap_if_fast(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def decide(
     init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """fairseq's ``Trainer.__init__``; before it, the trainer and its task get their ``fast_training``."""
+    """fairseq's ``Trainer.__init__``; first sets ``fast_training`` of the trainer and its task."""
     while_waiting.forget()
     trainer.fast_training = trains_fast(model)
     if task is not None:
@@ -45,14 +45,14 @@ def decide(
 
 
 def mark_iterator(get_batch_iterator: Callable[..., Any], task: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``FairseqTask.get_batch_iterator`` of a fast training: its iterator belongs to that."""
+    """fairseq's ``FairseqTask.get_batch_iterator``; sets ``fast_training`` of the iterator."""
     iterator = get_batch_iterator(task, *args, **kwargs)
     iterator.fast_training = True
     return iterator
 
 
 def mark_buffer(get_iterator: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``EpochBatchIterator._get_iterator_for_epoch`` of a fast training, and its buffer."""
+    """fairseq's ``EpochBatchIterator._get_iterator_for_epoch``; sets ``fast_training`` of its buffer."""
     counting = get_iterator(iterator, *args, **kwargs)
     buffered = getattr(counting, "_itr", None)
     if isinstance(buffered, BufferedIterator):

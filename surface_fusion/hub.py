@@ -1,4 +1,4 @@
-"""A loaded translation model: what ``SurfaceFusionModel.from_pretrained`` returns."""
+"""The loaded translation model that ``SurfaceFusionModel.from_pretrained`` returns."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -13,55 +13,55 @@ from fairseq.hub_utils import GeneratorHubInterface
 from omegaconf import open_dict
 from torch import Tensor
 
-from surface_fusion.compat.hub import fitting, in_order, source_limit
+from surface_fusion.compat.hub import fitting, in_order, position_limit
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.overrides import unknown_setting
 from surface_fusion.ranges import check_ranges
 
 MAX_TOKENS = 12000
-"""Tokens of a batch, as ``generate`` has by default."""
+"""Maximum tokens of a batch, the default of ``generate``."""
 
 OF_GENERATE = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
-"""Keywords of fairseq's ``generate`` that are no settings of the search."""
+"""Keywords of fairseq's ``generate`` that are not search settings."""
 
 Hypothesis = dict[str, Any]
 
 
 class TranslationHub(GeneratorHubInterface):
-    """fairseq's hub for models that translate.
+    """fairseq's hub interface for translation models.
 
-    One result a line, in the order of the lines: an empty line has the empty translation, and so has one
-    that is longer than the model's positions, with a warning that gives its number.
+    It returns one result per line, in the order of the lines. An empty line has an empty translation, and so
+    has a line that exceeds the model's positions; the latter is logged as a warning with its number.
 
-    Batches are not limited by the ``--max-tokens`` and ``--batch-size`` of the training; give
-    ``from_pretrained`` *max_tokens* or *batch_size* to limit them.
+    The training's ``--max-tokens`` and ``--batch-size`` do not limit batches; pass *max_tokens* or
+    *batch_size* to ``from_pretrained`` to limit them.
     """
 
     def translate(
         self, sentences: Union[str, Sequence[str]], beam: int = 5, verbose: bool = False, **kwargs: Any
     ) -> Any:
-        """Translations of *sentences*.
+        """Translate *sentences*.
 
         Args:
-            sentences: a line or several.
-            beam: hypotheses that the search keeps.
+            sentences: one line or several.
+            beam: the beam size.
             verbose: log each sentence and its translations.
             **kwargs: *nbest*, and further fields of fairseq's ``GenerationConfig``, such as *lenpen*.
 
         Returns:
-            A string for each sentence; with *nbest* over 1 a list of at most that many, the best first. For
-            a single string its translation alone, or its list.
+            A string per sentence; with *nbest* above 1 a list of at most that many, the best first. For a
+            single string, its result instead of a list of results.
 
         Raises:
             SurfaceFusionError: *nbest* is less than 1 or more than *beam*, or a setting is unknown or out of
-                its range.
+                range.
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
     def sample(
         self, sentences: Union[str, Sequence[str]], beam: int = 1, verbose: bool = False, **kwargs: Any
     ) -> Any:
-        """As :meth:`translate`, by default with a beam of 1."""
+        """Same as :meth:`translate`, with a default beam size of 1."""
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
         found = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
@@ -78,21 +78,21 @@ class TranslationHub(GeneratorHubInterface):
         nbest: Optional[int] = None,
         **kwargs: Any,
     ) -> Any:
-        """Hypotheses of *tokenized_sentences*, each a row of token ids that ends in ``</s>``.
+        """Generate hypotheses of *tokenized_sentences*, rows of token ids that end in ``</s>``.
 
         Args:
-            tokenized_sentences: a row, or several.
-            beam: hypotheses that the search keeps.
+            tokenized_sentences: one row or several.
+            beam: the beam size.
             verbose: log each sentence and its translations.
-            *args: as fairseq's.
-            nbest: hypotheses that are returned of each; all if None.
-            **kwargs: as fairseq's.
+            *args: as in fairseq.
+            nbest: number of hypotheses to return per row; None for all.
+            **kwargs: as in fairseq.
 
         Returns:
-            A list for each row, the best hypothesis first; for a single row its list alone.
+            A list of hypotheses per row, the best first. For a single row, its list alone.
 
         Raises:
-            SurfaceFusionError: as :meth:`translate`.
+            SurfaceFusionError: as for :meth:`translate`.
         """
         _check_settings({"beam": beam, **kwargs}, OF_GENERATE)
         if nbest is not None and not 1 <= nbest <= beam:
@@ -100,7 +100,8 @@ class TranslationHub(GeneratorHubInterface):
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
         rows = list(tokenized_sentences)
-        places = [i for i in fitting(rows, source_limit(self.max_positions)) if self.has_words(rows[i])]
+        limit = position_limit(self.max_positions, "source")
+        places = [i for i in fitting(rows, limit) if self.has_words(rows[i])]
         words = [rows[i] for i in places]
         found = super().generate(words, beam, verbose, *args, **kwargs) if words else []
         return in_order([each[:nbest] for each in found], places, len(rows), self.tgt_dict.eos())
@@ -115,21 +116,21 @@ class TranslationHub(GeneratorHubInterface):
         translations: Union[str, Sequence[str], None] = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's scores of given *translations* of *sentences*.
+        """Score given *translations* of *sentences*.
 
         Args:
-            sentences: a line or several.
-            translations: as many.
+            sentences: one line or several.
+            translations: one for each sentence.
             **kwargs: fields of fairseq's ``GenerationConfig``.
 
         Returns:
-            For each pair a hypothesis: ``tokens`` of the translation, ``positional_scores``, their log
-            probabilities, and ``score``, the mean of these. A pair that is longer than the model's positions
-            has no token but ``</s>`` and the score -inf. For a single string its hypothesis alone.
+            A hypothesis per pair: ``tokens`` of the translation, their log probabilities
+            ``positional_scores``, and their mean ``score``. A pair that exceeds the model's positions has the
+            single token ``</s>`` and the score -inf. For a single string, its hypothesis alone.
 
         Raises:
             SurfaceFusionError: the numbers of sentences and translations differ, or a setting is unknown or
-                out of its range.
+                out of range.
         """
         _check_settings(kwargs)
         if isinstance(sentences, str):
@@ -143,8 +144,8 @@ class TranslationHub(GeneratorHubInterface):
         source = [self.encode(sentence) for sentence in sentences]
         target = [self._encode_target(translation) for translation in translations]
         limits = self.max_positions
-        fits = set(fitting(source, source_limit(limits))) & set(fitting(target, source_limit(limits[1:])))
-        places = sorted(fits)
+        fits = set(fitting(source, position_limit(limits, "source")))
+        places = sorted(fits.intersection(fitting(target, position_limit(limits, "target"))))
         found = self._scored([source[i] for i in places], [target[i] for i in places], kwargs)
         return [each[0] for each in in_order(found, places, len(source), self.tgt_dict.eos())]
 
@@ -163,7 +164,10 @@ class TranslationHub(GeneratorHubInterface):
             for rows, words in ((source, self.src_dict), (target, self.tgt_dict))
         ]
         pairs: Any = LanguagePairDataset(
-            *(source, *sides[0], target, *sides[1]),
+            source,
+            *sides[0],
+            target,
+            *sides[1],
             left_pad_source=self.task.cfg.left_pad_source,
             left_pad_target=self.task.cfg.left_pad_target,
         )
@@ -189,5 +193,5 @@ def _check_settings(given: dict[str, Any], others: Iterable[str] = ()) -> None:
     known = {*(f.name for f in fields(GenerationConfig)), *others}
     for name in given:
         if name not in known:
-            raise unknown_setting(f"{name} is no setting of the generation", name, known)
+            raise unknown_setting(f"{name} is not a generation setting", name, known)
     check_ranges(given)

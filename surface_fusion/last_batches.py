@@ -1,4 +1,4 @@
-"""The end of an epoch: no sentence is lost, and no update is normalised by what it did not learn from."""
+"""Keep the last batches of an epoch, and ignore the dummy batches of the last update."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ def keep_last_batch(
     max_tokens: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """fairseq's ``batch_by_size``, which drops a last batch that is no multiple of 8 (fs 5036).
+    """fairseq's ``batch_by_size``, which drops a last batch whose size is not a multiple of 8 (fs 5036).
 
-    A sentence that alone is more than ``--max-tokens`` is skipped and counted; fairseq does so in training
-    only, and dies of it elsewhere.
+    A sentence longer than ``--max-tokens`` is skipped, with a warning. fairseq skips it in training only and
+    fails elsewhere.
     """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, dtype=np.int64, count=-1)
@@ -35,7 +35,7 @@ def keep_last_batch(
             indices = indices[fits]
             num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
     if len(indices) == 0:
-        return []  # fairseq looks for a last batch and fails
+        return []  # fairseq would access a last batch and fail
     batches = list(batch_by_size(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
     kept = sum(len(b) for b in batches)
     if kept < len(indices) and kwargs.get("fixed_shapes") is None:
@@ -46,11 +46,11 @@ def keep_last_batch(
 def leave_out_dummies(
     train_step: Callable[..., Any], trainer: Any, samples: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``Trainer.train_step``, without the dummies behind a process's last batches of an epoch.
+    """fairseq's ``Trainer.train_step``, without the dummy batches that pad the last update of an epoch.
 
-    With ``--update-freq`` and several processes an update may hold batches and a dummy that stands for none.
-    fairseq then counts the tokens of the whole update as zero in that process, but not its gradient.
-    FSDP, in whose every batch all processes take part, keeps them.
+    With ``--update-freq`` and several processes, an update may hold batches followed by a dummy batch.
+    fairseq then counts the tokens of all of them as zero in that process, but still adds their gradient.
+    FSDP keeps the dummies, because all its processes must take part in every batch.
     """
     real = [sample for sample in samples if sample is not None and len(sample) > 0]
     return train_step(trainer, samples if trainer.is_fsdp or not real else real, *args, **kwargs)

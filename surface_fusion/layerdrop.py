@@ -1,8 +1,7 @@
 """LayerDrop that keeps depth (Fan et al., 2019, https://arxiv.org/abs/1909.11556).
 
-fairseq's list leaves dropped layers out of the loop, so that "the output of layer 5" is at another
-place in each step, or nowhere. Here a dropped layer is a pass-through: the stream after depth i
-always exists, run or skipped.
+fairseq's list skips dropped layers in its loop, so the index of "the output of layer 5" changes from step to
+step. Here a dropped layer is a pass-through, so the output after depth i always exists.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,19 +13,19 @@ from torch import Tensor, nn
 
 
 def skip_encoder_layer(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An encoder layer that was dropped."""
+    """Replacement of a dropped encoder layer: returns its input."""
     return x
 
 
 def skip_decoder_layer(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-    """A decoder layer that was dropped: no attention, no state."""
+    """Replacement of a dropped decoder layer: returns its input, no attention and no state."""
     return x, None, None
 
 
 class DepthKeepingLayerDrop(LayerDropModuleList):
-    """Yields every layer in training, *skip* in place of the dropped ones.
+    """A list that yields each layer, or in training *skip* in place of a dropped one.
 
-    The same layers are dropped as by fairseq's list under the same seed.
+    It drops the same layers as fairseq's list under the same seed.
     """
 
     def __init__(self, layers: LayerDropModuleList, skip: Callable[..., Any]) -> None:

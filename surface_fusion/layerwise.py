@@ -1,8 +1,8 @@
 """Layer-wise attention: decoder layer i attends to encoder layer i (``--layer-wise-attention``).
 
-The encoder hands over the outputs of its layers side by side on the channel axis,
-S x B x (L C), the last one after the encoder's final LayerNorm if there is one. In this form
-fairseq's beam search reorders them like any encoder output. (He et al., 2018; a published flag.)
+The encoder returns the outputs of its layers concatenated on the channel axis, S x B x (L C), the last one
+after the encoder's final LayerNorm if there is one. fairseq's beam search reorders this tensor like any
+encoder output. (He et al., 2018; a published flag.)
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def side_by_side(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
-    """All layers' outputs as one tensor, S x B x (L C).
+    """Concatenate all layers' outputs on the channel axis: S x B x (L C).
 
     Args:
         encoder_states: embedding layer and L layers, S x B x C each.
@@ -25,7 +25,7 @@ def side_by_side(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
 
 
 class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
-    """A decoder layer that takes its own slice of what the encoder hands over side by side."""
+    """A decoder layer that attends to its own slice of the concatenated encoder outputs."""
 
     memory_index: int
     """Which slice to attend to; set by the decoder."""
@@ -35,14 +35,14 @@ class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
         self.memory_dim = cfg.encoder.embed_dim
 
     def forward(self, x: Tensor, encoder_out: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's layer; *encoder_out* is S x B x (L C), or longer."""
+        """Compute fairseq's layer on a slice of *encoder_out*, S x B x (L C) or more channels."""
         if encoder_out is not None:
             encoder_out = encoder_out.narrow(-1, self.memory_index * self.memory_dim, self.memory_dim)
         return super().forward(x, encoder_out, *args, **kwargs)
 
 
 def wrap_layer(layer: LayerwiseDecoderLayer, cfg: Any) -> Any:
-    """What fairseq wraps its own layers in: activation checkpointing and FSDP."""
+    """Wrap *layer* as fairseq wraps its own: activation checkpointing and FSDP."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)

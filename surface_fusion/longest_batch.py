@@ -1,7 +1,7 @@
-"""Run out of memory before training starts, not hours into the first epoch (fs 2867).
+"""Run the longest batch before training starts, so that it does not run out of memory hours later (fs 2867).
 
-The batch with the most padded tokens goes forward and backward once, beside the room that Adam will
-take. Nothing is learnt from it: the gradient is zeroed, and fairseq seeds each update anew.
+The batch with the most padded tokens goes forward and backward once, with Adam's state allocated. It does not
+affect the training: the gradient is zeroed, and fairseq sets the seed before each update.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def remember_batches(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``Trainer.get_train_iterator``; its first result is for :func:`try_longest_batch`."""
+    """fairseq's ``Trainer.get_train_iterator``; keeps its first result for :func:`try_longest_batch`."""
     iterator = get_train_iterator(trainer, *args, **kwargs)
     if not hasattr(trainer, "longest_batch_tried"):
         trainer.longest_batch_iterator = iterator
@@ -26,10 +26,10 @@ def remember_batches(get_train_iterator: Callable[..., Any], trainer: Any, *args
 
 
 def try_longest_batch(begin_epoch: Callable[..., Any], trainer: Any, epoch: int) -> Any:
-    """fairseq's ``Trainer.begin_epoch``, followed by the trial before the first epoch of a process.
+    """fairseq's ``Trainer.begin_epoch``; before a process's first epoch, also runs the longest batch.
 
     Raises:
-        SurfaceFusionError: the GPU's memory does not hold the longest batch.
+        SurfaceFusionError: the longest batch does not fit into the GPU's memory.
     """
     result = begin_epoch(trainer, epoch)
     iterator = vars(trainer).pop("longest_batch_iterator", None)
@@ -45,7 +45,7 @@ def try_longest_batch(begin_epoch: Callable[..., Any], trainer: Any, epoch: int)
 def _try(trainer: Any, batch: Any) -> None:
     sample, _ = trainer._prepare_sample(batch)
     shape = " x ".join(str(n) for n in sample["net_input"]["prev_output_tokens"].shape)
-    # Two moments; under a memory-efficient wrapper float32 weights and gradients, too, are yet to be made.
+    # Two moments; with a memory-efficient wrapper, float32 weights and gradients are allocated later as well.
     copies = 4 if isinstance(trainer.optimizer, MemoryEfficientFP16Optimizer) else 2
     try:
         adam = [torch.empty((copies, p.numel()), device=p.device) for p in trainer.model.parameters()]

@@ -25,7 +25,7 @@ MODEL_NAME = "transformer_surface_fusion"
 class SurfaceFusionModel(TransformerModelBase):
     """Transformer whose softmax layer also reads the source embeddings.
 
-    With ``--sf-plain`` and no flag that fuses, it is built of fairseq's own encoder and decoder.
+    With ``--sf-plain`` and no fusion flag, it consists of fairseq's own encoder and decoder.
 
     Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
     """
@@ -41,10 +41,10 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "SurfaceFusionModel":
-        """Build from the command line's or an old checkpoint's Namespace, or from a YAML config.
+        """Build a model from the Namespace of a command line or old checkpoint, or from a YAML config.
 
         Raises:
-            SurfaceFusionError: a flag has a value that no model can be built with.
+            SurfaceFusionError: a model cannot be built with the value of a flag.
         """
         settle_pruning(cfg)
         cfg = SurfaceFusionConfig.from_namespace(cfg)
@@ -60,7 +60,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
-        """fairseq's encoder with ``--sf-plain`` where no flag asks for ours."""
+        """Build a SurfaceFusion encoder; fairseq's with ``--sf-plain`` if it implements all the flags."""
         if cfg.encoder_fusion == "extra-layers":
             cfg = with_extra_layers(cfg)
         if cfg.fairseqs_own:
@@ -69,7 +69,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_decoder(cls, cfg: SurfaceFusionConfig, tgt_dict: Any, embed_tokens: Any) -> Any:
-        """fairseq's decoder with ``--sf-plain`` where no flag asks for ours."""
+        """Build a SurfaceFusion decoder; fairseq's with ``--sf-plain`` if it implements all the flags."""
         if cfg.fairseqs_own:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
@@ -82,17 +82,19 @@ class SurfaceFusionModel(TransformerModelBase):
         data_name_or_path: str = ".",
         **kwargs: Any,
     ) -> TranslationHub:
-        """A trained model that translates text.
+        """Load a trained model for translating text.
 
         Args:
             model_name_or_path: the folder of the checkpoint.
-            checkpoint_file: its name there; several, separated by ``:``, make an ensemble.
+            checkpoint_file: its file name; several names separated by ``:`` form an ensemble.
             data_name_or_path: the folder of the dictionaries.
-            **kwargs: settings that replace those in the checkpoint. *max_tokens* and *batch_size* limit the
-                batches of the translation; those of the training do not.
+            **kwargs: settings that override those in the checkpoint. *max_tokens* and *batch_size* limit the
+                batches to translate; the training's settings do not.
         """
         loaded = hub_utils.from_pretrained(
-            *(model_name_or_path, checkpoint_file, data_name_or_path),
+            model_name_or_path,
+            checkpoint_file,
+            data_name_or_path,
             archive_map=cls.hub_models(),
             **kwargs,
         )
@@ -102,19 +104,19 @@ class SurfaceFusionModel(TransformerModelBase):
         return TranslationHub(loaded["args"], loaded["task"], loaded["models"])
 
     def train(self, mode: bool = True) -> "SurfaceFusionModel":
-        """As torch's; without ``--sf-plain``, nothing is walked where all modules are in *mode* already."""
+        """Set the mode as torch does; without ``--sf-plain``, return at once if all modules are in *mode*."""
         if self.cfg.sf_plain or not self.module_tree.in_mode(self, mode):
             super().train(mode)
         return self
 
     def set_num_updates(self, num_updates: int) -> None:
-        """As fairseq's; without ``--sf-plain``, only modules that use the number are called."""
+        """Set the number of updates as fairseq does; without ``--sf-plain``, only in modules that use it."""
         if self.cfg.sf_plain:
             super().set_num_updates(num_updates)
         else:
             self.module_tree.set_num_updates(self, num_updates)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Let parameters of published and of plain Transformer checkpoints fit, see ``checkpoints.py``."""
+        """Adapt checkpoints of the published code and of plain Transformers, see ``checkpoints.py``."""
         super().upgrade_state_dict_named(state_dict, name)
         adapt_state_dict(self, state_dict)

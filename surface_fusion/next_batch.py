@@ -1,10 +1,10 @@
-"""The next batch's forward is launched right behind the optimizer's step, before the host goes on.
+"""Launch the forward of the next batch right after the optimizer step.
 
-Between two updates the host logs, asks whether it is time to validate or to save, and takes the next batch;
-for 1.3 ms of each the GPU waited (base model, H200; an update of 16,384 tokens takes 20 to 27, of 2,048 7.5).
-But the next batch lies in fairseq's buffer by then. The trainer, when it comes to the batch, finds its
-forward done, and an update computes the same (``fast/forward_ahead.py`` says what it looks at). Only in
-fairseq's own loop, where it is known what happens between two updates.
+Between two updates the host logs, checks whether to validate or save, and fetches the next batch. Meanwhile
+the GPU was idle for 1.3 ms (base model, H200; an update takes 20 to 27 ms with 16,384 tokens, 7.5 ms with
+2,048). The next batch is in fairseq's prefetch buffer by then, so its forward can start at once; when the
+trainer reaches the batch, it uses the result. Updates are the same as without it:
+``fast/forward_ahead.py`` checks that nothing relevant has changed. Used in fairseq's own training loop only.
 """
 
 import weakref
@@ -15,20 +15,22 @@ from surface_fusion.quick_trainer import is_fairseqs_loop, seed_of_update
 
 
 class Begun(NamedTuple):
-    """A batch whose forward was begun."""
+    """A batch whose forward was launched."""
 
     batch: Mapping[str, Any]
-    """As it lay in the buffer."""
+    """The batch in the buffer."""
     parts: list[tuple[Any, int]]
+    """Its contents at launch, see :func:`_parts`."""
     on_gpu: Mapping[str, Any]
+    """Its copy on the GPU."""
 
 
 _given: tuple[int, Callable[[], Any]] = 0, lambda: None
-"""The identity of the last batch that a buffer gave, and a weak reference to that buffer."""
+"""The ``id`` of the last batch that a buffer returned, and a weak reference to that buffer."""
 
 
 def remember_buffer(next_batch: Callable[[Any], Any], buffered: Any) -> Any:
-    """fairseq's ``BufferedIterator.__next__``; the buffer that gave a batch last holds the next, too."""
+    """fairseq's ``BufferedIterator.__next__``; remembers the buffer, which also holds the next batch."""
     global _given
     batch = next_batch(buffered)
     _given = id(batch), weakref.ref(buffered)
@@ -38,7 +40,7 @@ def remember_buffer(next_batch: Callable[[Any], Any], buffered: Any) -> Any:
 def use_begun(
     train_step: Callable[..., Any], trainer: Any, samples: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``Trainer.train_step``; a batch whose forward was begun is the one on the GPU already."""
+    """fairseq's ``Trainer.train_step``; if the first batch's forward was launched, uses its GPU copy."""
     begun: Begun | None = vars(trainer).pop("begun", None)
     last, buffer = _given
     if samples and id(samples[-1]) == last:
@@ -48,17 +50,17 @@ def use_begun(
     try:
         return train_step(trainer, samples, *args, **kwargs)
     finally:
-        vars(trainer).pop("buffer_of_next", None)  # an update that overflowed has not come to it
+        vars(trainer).pop("buffer_of_next", None)  # still set after an update that overflowed
 
 
 def begin_next(set_num_updates: Callable[..., Any], trainer: Any, num_updates: int) -> Any:
-    """fairseq's ``Trainer.set_num_updates``, which follows the optimizer's step in a training."""
+    """fairseq's ``Trainer.set_num_updates``, called after the optimizer step; launches the next forward."""
     buffered = vars(trainer).pop("buffer_of_next", lambda: None)()
     if buffered is not None and is_fairseqs_loop(trainer):
         try:
             _begin(trainer, buffered._queue.queue, seed_of_update(trainer, num_updates))
         except RuntimeError as error:
-            if "out of memory" not in str(error):  # which fairseq can deal with in the batch's turn
+            if "out of memory" not in str(error):  # fairseq handles that when it reaches the batch
                 raise
     return set_num_updates(trainer, num_updates)
 
@@ -69,7 +71,7 @@ def _begin(trainer: Any, waiting: Sequence[Any], seed: int) -> None:
     if step is None or not waiting:
         return
     batch = waiting[0]
-    if isinstance(batch, dict) and batch:  # no end of the epoch, error, or dummy
+    if isinstance(batch, dict) and batch:  # not the end of the epoch, an error, or a dummy
         parts = _parts(batch)
         sample, _ = trainer._prepare_sample(batch)
         if step.begin(sample, seed):
@@ -77,7 +79,7 @@ def _begin(trainer: Any, waiting: Sequence[Any], seed: int) -> None:
 
 
 def _parts(batch: Mapping[str, Any]) -> list[tuple[Any, int]]:
-    """All that a batch holds, and how often its tensors were changed."""
+    """All values in a batch, each with the version counter of its tensor."""
     parts: list[tuple[Any, int]] = []
     for part in batch.values():
         parts += _parts(part) if isinstance(part, dict) else [(part, getattr(part, "_version", 0))]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Zero(nn.Module):
-    """What stands where a linear map was: adds nothing to the residual stream."""
+    """Replaces a linear map; adds zero to the residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The number 0."""
@@ -17,7 +17,7 @@ class Zero(nn.Module):
 
 
 def without_feed_forward(layer: Any) -> Any:
-    """*layer*, one of fairseq's, perhaps wrapped, after its last sublayer was taken out."""
+    """Remove the feed-forward sublayer from *layer*, a fairseq layer that may be wrapped, and return it."""
     bare = getattr(layer, "module", layer)
     bare.fc1, bare.fc2, bare.final_layer_norm = Zero(), Zero(), nn.Identity()
     return layer

@@ -1,4 +1,4 @@
-"""What the log says at the start about numbers that are not what they seem."""
+"""Log once when the reported loss or the optimizer differs from what users expect."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ def say_at_start(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """fairseq's ``Trainer.__init__``, and what :func:`notices` has to say of the training.
+    """fairseq's ``Trainer.__init__``; also checks ranges and logs the :func:`notices` of the training.
 
     Raises:
-        SurfaceFusionError: a model of ours is to be trained with a number out of its range.
+        SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
     """
     if isinstance(getattr(getattr(model, "decoder", None), "cfg", None), SurfaceFusionConfig):
         check_config(cfg)
@@ -35,7 +35,7 @@ def say_at_start(
 
 
 def say_at_first_batch(valid_step: Callable[..., Any]) -> Callable[..., Any]:
-    """fairseq's ``FairseqTask.valid_step``, which is preceded by :func:`notices` when it is first called."""
+    """fairseq's ``FairseqTask.valid_step``; logs the :func:`notices` before its first call."""
     said = False
 
     def wrapped(task: Any, sample: Any, model: Any, criterion: Any, **kwargs: Any) -> Any:
@@ -50,11 +50,11 @@ def say_at_first_batch(valid_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def notices(model: Any, criterion: Any, optimizer: str | None) -> Iterator[tuple[int, str]]:
-    """Levels and lines of the log.
+    """Yield (level, line) pairs to log.
 
     Args:
-        model: perhaps inside distributed wrappers.
-        optimizer: its name, if *model* is to be trained.
+        model: the model, possibly in distributed wrappers.
+        optimizer: name of the optimizer if *model* is trained, else None.
     """
     if unnormalised(model):
         text = (

@@ -1,8 +1,8 @@
 """``--optimizer flat_adam``: fairseq's ``adam`` on all parameters at once.
 
-The same formula (``fairseq/optim/adam.py``; Adam with decoupled weight decay, whose epsilon is not
-bias-corrected), in a handful of kernels and without a loop over parameters. fp16 and bf16 models keep an
-fp32 master copy of their weights here, so that fairseq's memory-efficient wrappers lose nothing.
+It uses the formula of ``fairseq/optim/adam.py`` (Adam with decoupled weight decay, whose epsilon is not
+bias-corrected) in a few kernels, without a loop over parameters. For fp16 and bf16 models it keeps an fp32
+master copy of the weights, so fairseq's memory-efficient wrappers do not lose precision.
 """
 
 import ast
@@ -27,7 +27,7 @@ from surface_fusion.fast.flat import FlatParameters
 
 @dataclass
 class FlatAdamConfig(FairseqDataclass):
-    """The flags of ``adam`` and the one that turns fast paths off."""
+    """The flags of ``adam``, and ``--sf-plain``."""
 
     adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "betas for Adam optimizer"})
     adam_eps: float = field(default=1e-8, metadata={"help": "epsilon for Adam optimizer"})
@@ -38,10 +38,10 @@ class FlatAdamConfig(FairseqDataclass):
 
 @register_optimizer("flat_adam", dataclass=FlatAdamConfig)
 class FlatAdam(FairseqOptimizer):
-    """What fairseq's trainer and its fp16 wrappers call; the work is done by :class:`FlatAdamUpdate`.
+    """Interface to fairseq's trainer and fp16 wrappers; :class:`FlatAdamUpdate` does the update.
 
-    Unlike with ``adam``, a parameter that a batch does not use has a zero gradient, not none: its
-    moments decay and it moves on, as it does in fairseq's distributed trainings.
+    Unlike with ``adam``, the gradient of a parameter that a batch does not use is zero, not None: its moments
+    decay and its weights are updated, as in fairseq's distributed trainings.
     """
 
     optimizer: "FlatAdamUpdate"
@@ -67,7 +67,7 @@ class FlatAdam(FairseqOptimizer):
         }
 
     def all_reduce_grads(self, module: nn.Module) -> None:
-        """Average the gradient over processes, unless the wrapper around *module* did."""
+        """Average the gradient over processes, unless the wrapper around *module* does."""
         if self.flat.local_only and dist.is_initialized():
             self.flat.average_grads(get_data_parallel_group())
         else:
@@ -80,14 +80,14 @@ class FlatAdam(FairseqOptimizer):
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Optional[Callable[[Tensor], Tensor]] = None
     ) -> Tensor:
-        """Norm of the scaled gradient, which the next step scales down to *max_norm* if that is above 0.
+        """Compute the gradient norm and, if *max_norm* is above 0, clip the gradient at the next step.
 
         Returns:
-            The norm before clipping: a float32 scalar on the CPU, as the trainer looks at it several times.
-            Infinite or NaN where a gradient is.
+            The norm before clipping: a float32 scalar on the CPU, because the trainer reads it several times.
+            Infinite or NaN if a gradient is.
         """
         self.flat.attach_grads()
-        norm = self.flat.norm_on_host()  # waits for the device: in one process the only time in a step
+        norm = self.flat.norm_on_host()  # synchronises; with one process, the only time in a step
         norm = (norm * self.optimizer.grad_factor).cpu()
         if aggregate_norm_fn is not None:
             norm = aggregate_norm_fn(norm)
@@ -101,7 +101,7 @@ class FlatAdam(FairseqOptimizer):
         scale: Union[float, Tensor] = 1.0,
         groups: Any = None,
     ) -> None:
-        """One update with the gradient divided by *scale*."""
+        """Update the parameters with the gradient divided by *scale*."""
         self.optimizer.step(closure, scale=scale)
 
     def zero_grad(self) -> None:
@@ -112,11 +112,11 @@ class FlatAdam(FairseqOptimizer):
 class FlatAdamUpdate(torch.optim.Optimizer):
     """Adam on :class:`FlatParameters`, with one parameter group.
 
-    Its state is saved per parameter, as torch's optimizers do, so that it does not hang on how the flat
-    tensors are laid out: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for fp16 and bf16, ``master``.
+    Its state is saved per parameter, as in torch's optimizers, so it does not depend on the layout of the
+    flat tensors: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for fp16 and bf16, ``master``.
 
     Attributes:
-        grad_factor: what the gradient is to be multiplied by before it is used.
+        grad_factor: factor of the gradient at the next step.
     """
 
     supports_memory_efficient_fp16 = True
@@ -144,16 +144,16 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         self._scaled_grad: Optional[Tensor] = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's, without the wrapper that imports torch.compile: 4 s of a training's start."""
+        """Call torch's method without the wrapper that imports torch.compile, which takes 4 s."""
         add_param_group: Any = torch.optim.Optimizer.add_param_group
         getattr(add_param_group, "__wrapped__", add_param_group)(self, param_group)
 
     @property
     def supports_step_with_scale(self) -> bool:
-        """Whether a wrapper is to hand its factor to ``step``: the memory-efficient ones only.
+        """Whether a wrapper should pass its factor to ``step``: true for memory-efficient wrappers only.
 
-        fairseq's ``FP16Optimizer``, which hands fp32 copies to this class, never resets its factor under
-        bf16 otherwise.
+        If it were true for fairseq's ``FP16Optimizer``, which passes fp32 copies to this class, that wrapper
+        would never reset its factor under bf16.
         """
         return self._half
 
@@ -170,7 +170,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Optional[Callable[[], Any]] = None, scale: Union[float, Tensor] = 1.0
     ) -> Any:
-        """One update with the gradient times ``grad_factor`` / *scale*; nothing waits for the device."""
+        """Update with the gradient times ``grad_factor`` / *scale*, without a synchronisation."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -182,9 +182,9 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         return loss
 
     def _update(self, factor: Union[float, Tensor]) -> None:
-        """Adam with the gradient times *factor*."""
+        """Apply Adam with the gradient times *factor*."""
         data = self.flat.data
-        if self._half and self._master is None:  # not sooner: a checkpoint may have been loaded in between
+        if self._half and self._master is None:  # created here, since a checkpoint may be loaded before
             self._master = data.to(self._dtype)
         if self._half and self._scaled_grad is None:
             self._scaled_grad = torch.empty_like(data, dtype=self._dtype)
@@ -202,7 +202,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             data.copy_(weights)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state by the parameters' numbers, in their shapes; views of what training goes on to change."""
+        """Return the state per parameter index. Its tensors are views that later updates change."""
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         params = self.param_groups[0]["params"]
         state: dict[int, dict[str, Any]] = {}
@@ -215,10 +215,10 @@ class FlatAdamUpdate(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a :meth:`state_dict`, of this class or of fairseq's ``adam`` (which has no ``master``).
+        """Load a :meth:`state_dict` of this class or of fairseq's ``adam``, which has no ``master``.
 
         Raises:
-            SurfaceFusionError: it is of other parameters.
+            SurfaceFusionError: its parameters differ from those of this optimizer.
         """
         params = self.param_groups[0]["params"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -254,7 +254,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
                 self.flat.view(param, flat).copy_(state[name])
 
     def _zero_moments(self) -> tuple[Tensor, Tensor]:
-        """First and second moment, made at first use: the model's own memory comes first."""
+        """Return the first and second moment, allocated at first use, after the model's own memory."""
         if self._moments is None:
             zeros = torch.zeros_like(self.flat.data, dtype=self._dtype)
             self._moments = zeros, zeros.clone()
@@ -267,7 +267,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
 
 
 def _betas(value: Any) -> tuple[float, float]:
-    """``--adam-betas`` as text (the command line), list (YAML) or tuple (the default)."""
+    """Parse ``--adam-betas``: a string (command line), list (YAML) or tuple (default)."""
     try:
         beta1, beta2 = map(float, ast.literal_eval(value) if isinstance(value, str) else value)
     except (TypeError, ValueError, SyntaxError):

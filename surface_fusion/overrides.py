@@ -1,6 +1,6 @@
-"""``--model-overrides`` and the keywords of ``from_pretrained``: a misspelt name is refused.
+"""Reject misspelt names in ``--model-overrides`` and the keywords of ``from_pretrained``.
 
-fairseq sets what it finds, and says nothing of the rest.
+fairseq silently ignores names that it does not find.
 """
 
 import difflib
@@ -20,31 +20,31 @@ from surface_fusion.errors import SurfaceFusionError
 def refuse_unknown(
     load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu``.
+    """fairseq's ``load_checkpoint_to_cpu``; also checks the names in *arg_overrides*.
 
     Raises:
-        SurfaceFusionError: *arg_overrides* has a name that no setting of a model of ours has.
+        SurfaceFusionError: a name is not a setting of the checkpoint's SurfaceFusion model.
     """
     state = load(path, arg_overrides, *args, **kwargs)
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
     if arg_overrides and name.startswith("transformer_surface_fusion"):
-        # fairseq's hub keeps generation_args to itself; arch is in no dataclass.
+        # fairseq's hub passes generation_args along with the overrides; arch is not in a dataclass.
         known = {*_names(state["cfg"]), "generation_args", "arch"}
         for key in arg_overrides:
             if key not in known:
-                raise unknown_setting(f"override {key!r} of {path} is no setting of its model", key, known)
+                raise unknown_setting(f"override {key!r} of {path} is not a setting of its model", key, known)
     return state
 
 
 def unknown_setting(fault: str, name: Any, known: Iterable[str]) -> SurfaceFusionError:
-    """The error that says *fault*, with what in *known* is near to *name*."""
+    """Return the error *fault*, with the name in *known* that is closest to *name*."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return SurfaceFusionError(f"{fault}; " + (f"did you mean {near[0]}?" if near else "take it out"))
 
 
 def _names(cfg: DictConfig) -> Iterator[str]:
-    """All settings that a checkpoint can have; its model's own Namespace also holds what was overridden."""
+    """All valid setting names. The model's Namespace is not consulted: it already contains the overrides."""
     for section in (str(name) for name in cfg if not OmegaConf.is_missing(cfg, name)):
         yield section
         if isinstance(cfg[section], DictConfig):

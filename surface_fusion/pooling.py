@@ -1,4 +1,4 @@
-"""One vector for the whole source: the mean or the maximum of its embeddings (``--surfacefusion mean|max``).
+"""Pool the source embeddings into one vector by mean or maximum (``--surfacefusion mean|max``).
 
 ``r = mean_n x_n`` or ``r = max_n x_n`` over source positions n, per channel; the same vector for
 every target position (SurfaceFusion, Liu et al., ICLR 2021).
@@ -19,7 +19,7 @@ def pooled_tokens(src_tokens: Tensor, padding_idx: int, published: bool) -> Tens
 def mean_pool(embed: Tensor, keep: Tensor) -> Tensor:
     """Mean of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C."""
     keep = keep.unsqueeze(-1)
-    wide = torch.promote_types(embed.dtype, torch.float32)  # a sum over a long sentence leaves float16
+    wide = torch.promote_types(embed.dtype, torch.float32)  # a sum over a long sentence overflows float16
     total = embed.masked_fill(~keep, 0).sum(dim=1, keepdim=True, dtype=wide)
     return (total / keep.sum(dim=1, keepdim=True).clamp(min=1)).to(embed.dtype)
 
@@ -27,7 +27,7 @@ def mean_pool(embed: Tensor, keep: Tensor) -> Tensor:
 def max_pool(embed: Tensor, keep: Tensor, published: bool) -> Tensor:
     """Maximum of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C.
 
-    The published maximum counts each left-out token as a zero vector; ours leaves it out.
+    The published maximum counts each excluded token as a zero vector; otherwise it is ignored.
     """
     keep = keep.unsqueeze(-1)
     left_out = 0.0 if published else torch.finfo(embed.dtype).min

@@ -1,7 +1,7 @@
-"""Loading a model trained with LayerDrop with fewer layers (``--encoder-layers-to-keep``, ``--decoder-...``).
+"""Load a LayerDrop model with fewer layers (``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``).
 
 fairseq drops the other layers' parameters when it loads a checkpoint (Fan et al., 2019,
-https://arxiv.org/abs/1909.11556); what is left to do is to let the configuration follow.
+https://arxiv.org/abs/1909.11556); this module adapts the configuration.
 """
 
 from typing import Any
@@ -9,16 +9,16 @@ from typing import Any
 from surface_fusion.errors import SurfaceFusionError
 
 PRUNABLE = ("average", "representation", "lstm")
-"""Methods of encoder layer fusion that know no number of layers."""
+"""Methods of encoder layer fusion whose parameters do not depend on the number of layers."""
 
 
 def settle_pruning(args: Any) -> None:
-    """Make the layers to keep decide the depths of *args*, in place; idempotent.
+    """Set the depths in *args* from the layers to keep, in place; idempotent.
 
-    ``sf_idx`` goes on meaning the same stream, the one after the last kept layer up to it.
+    ``sf_idx`` is renumbered to the last kept layer that is not above it.
 
     Raises:
-        SurfaceFusionError: a layer to keep does not exist, or one that another flag needs is not kept.
+        SurfaceFusionError: a layer to keep does not exist, or a layer that another flag needs is not kept.
     """
     keeps: dict[str, Any] = {
         stack: getattr(args, f"{stack}_layers_to_keep", None) for stack in ("encoder", "decoder")
@@ -33,11 +33,13 @@ def settle_pruning(args: Any) -> None:
     for stack, keep in keeps.items():
         layers = getattr(args, f"{stack}_layers")
         if not keep:
-            keep = range(layers)  # fairseq would drop the whole stack that is not mentioned
+            keep = range(layers)  # fairseq would drop all layers of a stack without the flag
         keep = keeps[stack] = sorted({int(i) for i in (keep.split(",") if isinstance(keep, str) else keep)})
-        setattr(args, f"{stack}_layers_to_keep", ",".join(map(str, keep)))  # fairseq's loading splits it
+        setattr(
+            args, f"{stack}_layers_to_keep", ",".join(map(str, keep))
+        )  # fairseq expects a string and splits it
         if len(keep) == layers:
-            continue  # all of them, or settled before
+            continue  # all of them, or already adapted
         if keep[0] < 0 or keep[-1] >= layers:
             raise SurfaceFusionError(
                 f"--{stack}-layers-to-keep {keep} names a layer that is not there; "

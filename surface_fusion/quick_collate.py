@@ -1,7 +1,7 @@
-"""Sentences into a padded batch, by one copy instead of one a sentence.
+"""Collate sentences into a padded batch with one copy instead of one copy per sentence.
 
-A fast step waits for its batches: of the 28 ms that a data worker took for 756 sentence pairs (16,384
-tokens, one core of an EPYC), 13 went into copying them one by one into three matrices. Now it takes 17.
+Data workers can be the bottleneck of a fast step. For 756 sentence pairs (16,384 tokens) a worker took 28 ms
+on one core of an EPYC, 13 ms of which for copying sentences one by one; with one copy it takes 17 ms.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ def collate_tokens(
     pad_to_multiple: int = 1,
     pad_to_bsz: Optional[int] = None,
 ) -> Tensor:
-    """fairseq's ``data_utils.collate_tokens``: 1-D tensors as the rows of a matrix, padded on either side.
+    """fairseq's ``data_utils.collate_tokens``: pad 1-D tensors and stack them as the rows of a matrix.
 
     Args:
-        collate: fairseq's own, which takes what is unusual: empty rows, several dtypes or devices.
+        collate: fairseq's function, used for empty rows and for several dtypes or devices.
     """
     lengths = [len(value) for value in values]
     kinds = {(value.dtype, value.device, value.dim()) for value in values}

@@ -1,6 +1,6 @@
-"""The range of each numeric flag: what lies outside is refused before anything begins.
+"""Valid range of each numeric flag, checked before training starts.
 
-fairseq takes any number, and goes on until something divides by it or a loss is NaN.
+fairseq accepts any number and fails later, for example by a division by zero or a loss of NaN.
 """
 
 import math
@@ -19,9 +19,9 @@ class Range:
     """Finite numbers from *low* to *high*.
 
     Attributes:
-        over, under: whether *low* and *high* themselves are left out.
-        also: values with a meaning of their own.
-        fault: what is said of a number outside, by default what to give instead.
+        over, under: whether *low* and *high* themselves are excluded.
+        also: further valid values with a special meaning.
+        fault: the message's text after the value; by default it states the range.
     """
 
     low: float = -math.inf
@@ -38,9 +38,10 @@ class Range:
         below = value < self.high if self.under else value <= self.high
         return math.isfinite(value) and above and below
 
-    def __str__(self) -> str:
+    def message(self, flag: str, value: float) -> str:
+        """Return the error message for a *value* of *flag* that is out of range."""
         if self.fault:
-            return f" {self.fault}"
+            return f"{flag} {value} {self.fault}"
         if math.isinf(self.low) and math.isinf(self.high):
             words = "a finite number"
         elif math.isinf(self.high):
@@ -48,19 +49,18 @@ class Range:
         else:
             words = f"a number in {'(' if self.over else '['}{self.low:g}, {self.high:g}"
             words += ")" if self.under else "]"
-        return ": give " + " or ".join([words, *(f"{value:g}" for value in self.also)])
+        return f"{flag} {value}: give " + " or ".join([words, *(f"{other:g}" for other in self.also)])
 
 
-PROBABILITY = Range(0, 1, under=True, fault="is no probability below 1")
+PROBABILITY = Range(0, 1, under=True, fault="is not a probability below 1")
 SHARE = Range(0, 1)
 COUNT = Range(1)
-COUNT_OR_0 = Range(0)
 COUNT_OR_OFF = Range(0, also=(-1,))
 POSITIVE = Range(0, over=True)
 NOT_NEGATIVE = Range(0)
 FINITE = Range()
-SEED = Range(0, 4_000_000_000, fault="is no seed: give an integer from 0 to 4000000000")
-"""numpy's end at 2^32 - 1, and the number of the epoch is added to them."""
+SEED = Range(0, 4_000_000_000, fault="is not a seed: give an integer from 0 to 4000000000")
+"""numpy's seeds end at 2^32 - 1; fairseq adds the number of the epoch to the seed."""
 
 _GROUPS: tuple[tuple[Range, str], ...] = (
     (
@@ -86,7 +86,7 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         total_num_update""",
     ),
     (
-        COUNT_OR_0,
+        NOT_NEGATIVE,
         """
         encoder_layers decoder_layers base_layers base_sublayers base_shuffle
         min_params_to_wrap num_workers data_buffer_size validate_interval_updates validate_after_updates
@@ -96,7 +96,9 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         beam_mt max_len_b max_len_b_mt min_len prefix_size no_repeat_ngram_size buffer_size
         iter_decode_max_iter iter_decode_with_beam
         ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt
-        padding_factor""",
+        padding_factor
+        lr end_learning_rate weight_decay stop_time_hours
+        fp16_scale_tolerance max_len_a max_len_a_mt diverse_beam_strength""",
     ),
     (
         COUNT_OR_OFF,
@@ -109,12 +111,6 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         "adaptive_softmax_factor fp16_init_scale amp_init_scale min_loss_scale threshold_loss_scale "
         "adam_eps temperature block_lr",
     ),
-    (
-        NOT_NEGATIVE,
-        """
-        lr end_learning_rate weight_decay stop_time_hours
-        fp16_scale_tolerance max_len_a max_len_a_mt diverse_beam_strength""",
-    ),
     (Range(0, also=(-1,)), "heartbeat_timeout clip_norm"),
     (Range(1, also=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
     (Range(0, 1, over=True, also=(-1,)), "sampling_topp"),
@@ -126,18 +122,18 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     (SEED, "seed fixed_validation_seed"),
 )
 RANGES: dict[str, Range] = {name: kind for kind, names in _GROUPS for name in names.split()}
-"""By the flag's name, ``label_smoothing`` of ``--label-smoothing``. What depends on other flags is checked in
-``config.py`` and ``encoder_fusion/config.py``."""
+"""Range by field name, such as ``label_smoothing``. ``config.py`` and ``encoder_fusion/config.py`` check
+values that depend on other flags."""
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Refuse the first number that is out of its range.
+    """Check numbers against the ranges of their flags.
 
     Args:
-        values: by name; lists are checked element by element.
+        values: values by name; lists are checked element by element.
 
     Raises:
-        SurfaceFusionError: the flag, its value and its range.
+        SurfaceFusionError: a number is out of range; names the flag, the value and the range.
     """
     for name, value in values.items():
         kind = RANGES.get(name)
@@ -145,14 +141,14 @@ def check_ranges(values: Mapping[str, Any]) -> None:
             continue
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in kind:
-                raise SurfaceFusionError(f"--{name.replace('_', '-')} {number}{kind}")
+                raise SurfaceFusionError(kind.message(f"--{name.replace('_', '-')}", number))
 
 
 def check_generation(values: Mapping[str, Any]) -> None:
-    """Refuse settings of generation that contradict each other; they are in their ranges by themselves.
+    """Check generation settings that depend on each other.
 
     Raises:
-        SurfaceFusionError: both flags with their values.
+        SurfaceFusionError: two settings contradict each other; names both flags and values.
     """
     nbest, beam = values.get("nbest", 1), values.get("beam", 5)
     if nbest > beam:
@@ -166,12 +162,12 @@ def check_generation(values: Mapping[str, Any]) -> None:
 
 
 def check_config(cfg: DictConfig) -> None:
-    """:func:`check_ranges` of fairseq's whole configuration, and what contradicts itself.
+    """Check fairseq's complete configuration for values out of range and contradictions.
 
-    But for its model, see :meth:`surface_fusion.config.SurfaceFusionConfig.check`.
+    The model section is checked by :meth:`surface_fusion.config.SurfaceFusionConfig.check`.
 
     Raises:
-        SurfaceFusionError: a value that nothing can be done with.
+        SurfaceFusionError: a value is invalid.
     """
     sections = {name: dict(_values(cfg, name)) for name in map(str, cfg) if name != "model"}
     for values in sections.values():

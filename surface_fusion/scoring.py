@@ -1,8 +1,8 @@
-"""Translation scores by sacreBLEU (Post, 2018, https://aclanthology.org/W18-6319), each flavour by its name.
+"""Compute named translation scores with sacreBLEU (Post, 2018, https://aclanthology.org/W18-6319).
 
-"BLEU" of one translation differs by several points with what is compared: plain text against the raw
-reference (``sacreBLEU``), or space-separated tokens against a reference tokenised alike (``tokenised
-BLEU``, what fairseq-generate prints and most papers report). Each score here carries its name and
+The BLEU of a translation varies by several points depending on what is compared: plain text with the raw
+reference (``sacreBLEU``), or space-separated tokens with a reference that is tokenised the same way
+(``tokenised BLEU``, which fairseq-generate prints and most papers report). Each score has its name and
 sacreBLEU's signature.
 
 Romanian is written with comma-below letters (U+0219, U+021B), but much text has cedilla letters
@@ -33,9 +33,9 @@ class Score:
     """One corpus-level score.
 
     Attributes:
-        name: the flavour, in words.
+        name: the kind of score.
         value: 0 to 100.
-        signature: sacreBLEU's, which says how to compute the same again.
+        signature: sacreBLEU's signature, which makes the score reproducible.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Score:
 
 
 def score(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
-    """sacreBLEU, chrF and tokenised BLEU of *hypotheses*.
+    """Compute sacreBLEU, chrF and tokenised BLEU of *hypotheses*.
 
     Args:
-        hypotheses: the translations, one string a sentence.
-        references: as many; or, with several references for each sentence, several lists of as many.
+        hypotheses: the translations, one string per sentence.
+        references: one per sentence; or several lists, each with one reference per sentence.
         romanian: score two more versions of both sides: with comma-below letters for cedilla ones,
             and without diacritics.
 
@@ -59,7 +59,7 @@ def score(hypotheses: Sequence[str], references: References, romanian: bool = Fa
 
 
 def score_text(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
-    """sacreBLEU and chrF of plain text, see :func:`score`."""
+    """Compute sacreBLEU and chrF of plain text, see :func:`score`."""
     return [
         one
         for version, hyps, refs in _versions(hypotheses, references, romanian)
@@ -71,7 +71,7 @@ def score_text(hypotheses: Sequence[str], references: References, romanian: bool
 
 
 def score_tokens(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
-    """Tokenised BLEU: the space-separated tokens of both sides as given, see :func:`score`."""
+    """Compute tokenised BLEU of the space-separated tokens of both sides, see :func:`score`."""
     return [
         _corpus_score("tokenised BLEU" + version, BLEU(tokenize="none", force=True), hyps, refs)
         for version, hyps, refs in _versions(hypotheses, references, romanian)
@@ -81,7 +81,7 @@ def score_tokens(hypotheses: Sequence[str], references: References, romanian: bo
 def _versions(
     hypotheses: Sequence[str], references: References, romanian: bool
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The texts to score, each with the words that its scores' names end in."""
+    """The versions of the text to score, each with a suffix for the names of its scores."""
     lists = [[one for one in references if isinstance(one, str)]]
     if len(lists[0]) != len(references):
         lists = [[*one] for one in references]
@@ -112,18 +112,18 @@ def _corpus_score(name: str, metric: BLEU | CHRF, hyps: list[str], refs: list[li
 
 
 def comma_below(text: str) -> str:
-    """*text* with Romanian s and t written with a comma below, where it has a cedilla."""
+    """Replace the cedilla of Romanian s and t in *text* by a comma below."""
     return unicodedata.normalize("NFC", text).translate(CEDILLA_TO_COMMA)
 
 
 def strip_diacritics(text: str) -> str:
-    """*text* without any combining mark: ``ă â î ș ț`` become ``a a i s t``."""
+    """Remove all combining marks from *text*: ``ă â î ș ț`` become ``a a i s t``."""
     decomposed = unicodedata.normalize("NFD", text)
     return unicodedata.normalize("NFC", "".join(c for c in decomposed if not unicodedata.combining(c)))
 
 
 def text_warnings(hypotheses: Iterable[str]) -> list[str]:
-    """What makes a comparison of *hypotheses* with raw references unfair, one line each."""
+    """Warnings, one line each, about *hypotheses* that are not comparable with raw references."""
     hyps = list(hypotheses)
     found = []
     marked = sum(bool(BPE_MARKS.search(line)) for line in hyps)
@@ -146,14 +146,14 @@ def text_warnings(hypotheses: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """The translations in what fairseq-generate printed, in the order of the test set.
+    """The translations in the output of fairseq-generate, in the order of the test set.
 
     Attributes:
-        ids: place of each sentence in the test set, increasing.
-        tokens: H- lines, the best hypothesis of each sentence as the model wrote it.
+        ids: index of each sentence in the test set, increasing.
+        tokens: H- lines, the best hypothesis of each sentence before detokenisation.
         text: D- lines, the same after fairseq's detokenisation (``--bpe``, ``--tokenizer``).
         tokenised_references: T- lines.
-        skipped: places in the test set, up to the last id, without a translation.
+        skipped: indices in the test set, up to the last id, without a translation.
     """
 
     ids: list[int]
@@ -164,12 +164,12 @@ class GenerateOutput:
 
 
 def parse_generate_output(lines: Iterable[str]) -> GenerateOutput:
-    """Read what fairseq-generate printed.
+    """Parse the output of fairseq-generate.
 
-    Of several hypotheses for a sentence (``--nbest``) the first counts.
+    Of several hypotheses for a sentence (``--nbest``) the first is used.
 
     Raises:
-        SurfaceFusionError: no H- line, or H-, D- and T- lines are not of the same sentences.
+        SurfaceFusionError: there is no H- line, or the sentences of H-, D- and T- lines differ.
     """
     found: dict[str, dict[int, str]] = {"H": {}, "D": {}, "T": {}}
     for line in lines:

@@ -1,4 +1,4 @@
-"""What ``torch.jit.script`` is told of modules that it cannot compile."""
+"""Mixin for modules that torch.jit.script cannot compile."""
 
 from typing import NoReturn
 
@@ -6,10 +6,10 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class NotScriptable:
-    """A module that can be traced (``torch.jit.trace``) but not scripted."""
+    """Mixin for modules that can be traced (``torch.jit.trace``) but not scripted."""
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Called by ``torch.jit.script`` before it compiles anything.
+        """Called by ``torch.jit.script`` before compilation.
 
         Raises:
             SurfaceFusionError: always.

@@ -1,10 +1,11 @@
-"""Lines of text, as everything in this package reads them.
+"""Split text into lines; the whole package uses these functions.
 
-A line ends at a line feed; a carriage return right before it belongs to the line's end. No other character
-ends a line: not a lone carriage return, nor VT, FF, FS, GS, RS, U+0085, U+2028 or U+2029, at which
-``str.splitlines`` or Python's text files cut. Text is UTF-8; a byte order mark at its start is no text.
+A line ends with a line feed, optionally preceded by a carriage return. No other character ends a line: not a
+lone carriage return, nor VT, FF, FS, GS, RS, U+0085, U+2028 or U+2029, at which ``str.splitlines`` or
+Python's text files split. Text is UTF-8; a leading byte order mark is removed.
 """
 
+import io
 import os
 import select
 from collections.abc import Iterator
@@ -14,27 +15,24 @@ from typing import Any
 from surface_fusion.errors import SurfaceFusionError
 
 BYTE_ORDER_MARK = "\ufeff"
+
 PAUSE = 0.05
-"""Seconds without new input after which the lines that are there are handed on."""
+"""Seconds without input after which :func:`bursts` yields a partial list."""
 
 
 def without_line_end(line: str) -> str:
-    """*line* without the line feed at its end, and without a carriage return before that."""
-    if line.endswith("\n"):
-        line = line[:-1]
-        line = line[:-1] if line.endswith("\r") else line
-    return line
+    """Remove the line feed at the end of *line*, and a carriage return before it."""
+    return line[:-1].removesuffix("\r") if line.endswith("\n") else line
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of *text*; a last line may lack its line feed."""
-    lines = text.removeprefix(BYTE_ORDER_MARK).split("\n")
-    last = lines.pop()
-    return [*(line.removesuffix("\r") for line in lines), *([last] if last else [])]
+    """Split *text* into lines; the last line may lack its line feed."""
+    file = io.StringIO(text.removeprefix(BYTE_ORDER_MARK), newline="\n")
+    return [without_line_end(line) for line in file]
 
 
 def not_text(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionError:
-    """The error of the file *name* whose line number *line* is not UTF-8."""
+    """Return the error for the file *name* whose line number *line* is not UTF-8."""
     return SurfaceFusionError(
         f"{name} is not UTF-8 text: {error.reason} at byte {error.start + 1} of line {line}; convert the "
         "file to UTF-8"
@@ -42,10 +40,10 @@ def not_text(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionEr
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of the file *path*.
+    """Read the lines of the file *path*.
 
     Raises:
-        SurfaceFusionError: the file is not UTF-8; with the line.
+        SurfaceFusionError: the file is not UTF-8; the message names the line.
     """
     lines = []
     with open(path, "rb") as file:
@@ -58,7 +56,7 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def typed_lines(stream: Any) -> Iterator[str]:
-    """The lines of *stream* as they come; what is no UTF-8 becomes U+FFFD.
+    """Yield the lines of *stream* as they arrive; bytes that are not UTF-8 become U+FFFD.
 
     Args:
         stream: a text stream such as ``sys.stdin``, or a binary one.
@@ -71,28 +69,27 @@ def typed_lines(stream: Any) -> Iterator[str]:
 
 
 def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str]]:
-    """The lines of *stream* in lists of 1 to *at_most*, none of which waits for lines that are still to come.
+    """Yield lists of up to *at_most* lines; a partial list is yielded after *pause* seconds without input.
 
-    A list is full, or nothing more came for *pause* seconds. What is no UTF-8 becomes U+FFFD. At most one
-    list and 64 KiB behind it are held in memory.
+    Bytes that are not UTF-8 become U+FFFD. At most one list and 64 KiB after it are held in memory.
 
     Args:
         stream: a text stream such as ``sys.stdin``, of which nothing has been read.
-        at_most: lines of a list.
+        at_most: maximum lines per list.
         pause: in seconds.
     """
     try:
         descriptor = stream.fileno()
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-    except (AttributeError, OSError):  # a stream in memory, or a system without poll: nothing to wait for
+    except (AttributeError, OSError):  # a stream in memory, or a system without poll
         yield from _groups(typed_lines(stream), at_most)
         return
-    begun: list[bytes] = []  # the parts of a line whose end is still to come
+    begun: list[bytes] = []  # parts of an incomplete line
     ready: list[bytes] = []
     first, ended = True, False
     while ready or not ended:
-        # The file is read without Python's buffers, for poll knows nothing of what they hold.
+        # Read the descriptor directly: poll does not see what Python's buffers hold.
         chunk = None
         if not ended and len(ready) < at_most and poll.poll(1000 * pause if ready else None):
             chunk = os.read(descriptor, 1 << 16)

@@ -1,12 +1,12 @@
-"""Word dropout: whole input words are left out in training.
+"""Word dropout: drop whole input words in training.
 
 ``--source-word-dropout p``, ``--target-word-dropout p``: each word's embedding is zero with probability p and
-scaled by ``1 / (1 - p)`` otherwise; its position stays. A source word that is dropped is dropped everywhere:
-for the encoder, the surface and layer attention.
+scaled by ``1 / (1 - p)`` otherwise; its position embedding is kept. A source word is dropped for the encoder,
+the surface and layer attention alike.
 
-The published code drops target words with their positions. On the source side it kept each word with
-probability p, so that 0.1 left a tenth of the sentence, replaced words at random, and took the padding mask
-from the result; that is mended here.
+The published code drops target words together with their positions. On the source side it keeps each word
+only with probability p (0.1 leaves a tenth of the sentence), replaces words at random, and computes the
+padding mask from the result; this is fixed here.
 """
 
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class WordDropout(nn.Module):
-    """Drops rows of ... x C in training.
+    """Drops rows of a ... x C tensor in training.
 
     Args:
         p: probability of dropping a word, in [0, 1).
@@ -25,7 +25,7 @@ class WordDropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """... x C from ... x C."""
+        """Drop rows of *x*, ... x C; returns a tensor of the same shape."""
         if not self.training:
             return x
         return x * F.dropout(x.new_ones(*x.shape[:-1], 1), self.p)

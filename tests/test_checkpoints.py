@@ -77,7 +77,7 @@ def test_what_the_published_code_never_used_is_dropped_with_one_line(
     assert torch.equal(log_probs(loaded, batch()), log_probs(shaken(*ATT), batch()))
     assert lines(caplog) == [
         "dropped 3 parameters that the published code allocated but this model never uses "
-        f"({', '.join(UNUSED)}); to go on training from this checkpoint, add --reset-optimizer"
+        f"({', '.join(UNUSED)}); to continue training from this checkpoint, add --reset-optimizer"
     ]
 
 

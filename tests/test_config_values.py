@@ -69,7 +69,7 @@ def test_pooled_sources_need_equal_widths(source: str, option: str) -> None:
         ({"surfacefusion": "dot"}, "--surfacefusion dot: unknown, choose one of att, mean, max"),
         ({"sf_mode": "softest"}, "--sf-mode softest: unknown, choose one of hard, soft, postnorm, soft_5"),
         ({"encoder_fusion": "mix"}, "--encoder-fusion mix: unknown, choose one of average, concat, dwatt, "),
-        ({"target_word_dropout": 1.0}, "--target-word-dropout 1.0 is no probability below 1"),
+        ({"target_word_dropout": 1.0}, "--target-word-dropout 1.0 is not a probability below 1"),
         ({"addtional_source_output": "final"}, "--addtional-source-output final"),
     ],
     ids=str,
@@ -103,7 +103,7 @@ def test_when_the_gate_is_learned(flags: tuple[str, ...], learned: bool) -> None
 
 @pytest.mark.parametrize("tau", ["nan", "inf", "-1"])
 def test_tau_is_checked(tau: str) -> None:
-    with pytest.raises(SurfaceFusionError, match=f"--sf-softmax-tau {float(tau)} is no factor"):
+    with pytest.raises(SurfaceFusionError, match=f"--sf-softmax-tau {float(tau)} is not a valid factor"):
         build(*ATT, "--sf-mode", "soft", "--sf-softmax-tau", tau)
 
 

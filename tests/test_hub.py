@@ -105,7 +105,7 @@ def test_scores_of_given_translations(hub: TranslationHub) -> None:
 @pytest.mark.parametrize(
     "settings, line",
     [
-        ({"lenpenn": 2.0}, "lenpenn is no setting of the generation; did you mean lenpen?"),
+        ({"lenpenn": 2.0}, "lenpenn is not a generation setting; did you mean lenpen?"),
         ({"beam": 0}, "--beam 0: give a number of at least 1"),
         ({"temperature": 0}, "--temperature 0: give a number above 0"),
         ({"lenpen": math.nan}, "--lenpen nan: give a finite number"),

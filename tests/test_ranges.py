@@ -125,7 +125,7 @@ def test_seeds_leave_room_for_the_number_of_the_epoch() -> None:
     """Which fairseq adds to the seed that it gives to numpy."""
     with numpy_seed(int(RANGES["seed"].high) + 10**6):
         pass
-    with pytest.raises(SurfaceFusionError, match="--seed 4294967295 is no seed"):
+    with pytest.raises(SurfaceFusionError, match="--seed 4294967295 is not a seed"):
         check_ranges({"seed": 2**32 - 1})
 
 
@@ -188,9 +188,9 @@ def test_a_schedule_that_divides_by_its_warm_up() -> None:
 
 def test_yaml_and_overrides_of_a_model() -> None:
     yaml = OmegaConf.create({"_name": "transformer_surface_fusion", "dropout": 1.5})
-    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is no probability below 1"):
+    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is not a probability below 1"):
         SurfaceFusionConfig.from_namespace(yaml)
     args = parse(*SIZES)
     args.attention_dropout = "much"  # as --model-overrides can
-    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much' is no number"):
+    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much' is not a number"):
         SurfaceFusionConfig.from_namespace(args)

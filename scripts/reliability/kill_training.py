@@ -1,26 +1,26 @@
-"""Kill trainings at random moments, start them again, and compare where they end with one left alone.
+"""Kill trainings at random times, resume them, and compare the result with an uninterrupted run.
 
     python scripts/reliability/kill_training.py                    # 200 kills, 40 of them while saving
-    python scripts/reliability/kill_training.py --kills 10 --saving 3 --commands 0   # a short look
+    python scripts/reliability/kill_training.py --kills 10 --saving 3 --commands 0   # a short run
 
-One small training (surface fusion, flat_adam, the fused criterion, CPU; several saves an epoch, a validation
-at each, old checkpoints removed) runs without interruption. Then the same training is started in a new
-folder, killed by SIGKILL, started again with the same flags, killed again ..., until a start reaches the end.
-Then the folder must hold the same checkpoints as that of the uninterrupted run, bit for bit: parameters,
-optimizer state, learning-rate schedule, place in the data, best value. Then the next folder, until there are
-enough kills. Every start must go on: one that fails ends this script with status 1 and its log.
+A small training (surface fusion, flat_adam, the fused criterion, CPU; several saves per epoch, a validation
+at each, old checkpoints removed) runs without interruption. The same training is then started in a new
+folder, killed with SIGKILL and restarted with the same flags until a start reaches the end. The folder must
+then hold the same checkpoints as that of the uninterrupted run, bit for bit: parameters, optimizer state,
+learning-rate schedule, position in the data, best value. This is repeated with further folders until there
+are enough kills. Every start must resume: if one fails, the script exits with status 1 and prints its log.
 
-A kill comes
+The time of a kill is chosen in one of two ways:
 
-* ``any``: at a moment drawn uniformly over the duration of a whole training;
-* ``saving``: a moment after a checkpoint's temporary file was seen.
+* ``any``: drawn uniformly over the duration of a whole training;
+* ``saving``: shortly after a checkpoint's temporary file appears.
 
 A kill counts as "while saving" if it left a temporary file that was being written. Trainings without data
-workers and with two take turns. Most are forked from this process, which has imported torch, fairseq and this
-package but started nothing, so that a start takes a second; each is a process of its own. ``--commands`` of
-the kills are of processes of the command ``surface-fusion train``.
+workers and with two alternate. Most trainings are processes forked from this one, which has only imported
+torch, fairseq and this package, so that a start takes a second. ``--commands`` sets how many kills are of the
+command ``surface-fusion train``.
 
-Writes a CSV with a row a kill to ``-o`` and a summary beside it.
+Writes a CSV with one row per kill to ``-o``, and a summary next to it.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Optional
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with threads of its own must not fork
+os.environ["OMP_NUM_THREADS"] = "1"  # before importing torch: a process with threads must not fork
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # which a training's first backward imports: seconds
+import torch.fx.experimental.symbolic_shapes  # imported by the first backward otherwise, which takes seconds
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -84,25 +84,25 @@ class Kill:
     training: int
     """Number of the folder."""
     kill: int
-    """Number of the kill, over all."""
+    """Number of the kill in the whole run."""
     aimed: str
-    """``any`` or ``saving``: how the moment was chosen."""
+    """``any`` or ``saving``: how the time was chosen."""
     seconds: float
-    """From the start until the kill."""
+    """Time from the start to the kill."""
     update: int
     """The last update that was logged."""
     writing: str
     """The file whose temporary file the kill left behind; empty if there is none."""
     next_start: str = ""
-    """Where the next start went on."""
+    """Where the next start resumed."""
 
 
 class Failure(Exception):
-    """A start did not go on, or the end differs."""
+    """A start did not resume, or the result differs."""
 
 
 class Process:
-    """A training."""
+    """A running training."""
 
     def __init__(self, argv: Sequence[str], log: Path, command: bool) -> None:
         self.log = log
@@ -118,7 +118,7 @@ class Process:
         self.status: Optional[int] = None
 
     def ended(self) -> bool:
-        """Whether it has, by itself or not."""
+        """Whether the training has exited or was killed."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -126,25 +126,25 @@ class Process:
         return self.status is not None
 
     def wait(self) -> int:
-        """Its exit status, when it has ended."""
+        """Wait until the training ends and return its exit status."""
         while not self.ended():
             time.sleep(0.02)
         assert self.status is not None
         return self.status
 
     def kill(self) -> bool:
-        """SIGKILL to the training, not to its data workers; False if it had ended before."""
+        """Send SIGKILL to the training but not to its data workers; return False if it had ended before."""
         if not self.ended():
             os.kill(self.pid, signal.SIGKILL)
         return self.wait() == -signal.SIGKILL
 
     def said(self) -> str:
-        """Its log."""
+        """Return the log."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def _train(argv: Sequence[str], out: int) -> None:
-    """What a forked process does; never returns."""
+    """Run a training in a forked process; never returns."""
     status = 70
     try:
         os.setsid()
@@ -159,7 +159,7 @@ def _train(argv: Sequence[str], out: int) -> None:
 
 
 class Experiment:
-    """Trainings of one setting, and the uninterrupted one that they are compared with."""
+    """Trainings with one setting, and the uninterrupted training to compare them with."""
 
     def __init__(self, work: Path, data: Path, setting: str, command: bool, rng: random.Random) -> None:
         self.work, self.setting, self.command, self.rng = work, setting, command, rng
@@ -178,10 +178,10 @@ class Experiment:
         return Process([*self.argv, str(folder)], folder.with_suffix(".log"), self.command)
 
     def kills(self, training: int, enough: Callable[[], bool]) -> Iterator[Kill]:
-        """Start, kill and start again until the end is reached; then compare.
+        """Start, kill and restart a training until it reaches the end; then compare it.
 
-        Yields each kill when it is known where the next start went on. When there are *enough*, the next
-        start is left alone.
+        Yields each kill once it is known where the next start resumed. After *enough* kills, the next start
+        is not killed.
         """
         folder = self._folder(str(training))
         kill: Optional[Kill] = None
@@ -194,7 +194,7 @@ class Experiment:
                 if killed is None:
                     process.wait()
             finally:
-                process.kill()  # where this script is interrupted
+                process.kill()  # if this script is interrupted
             if killed is None and process.status != 0:
                 raise Failure(f"a start ended with status {process.status}:\n{process.said()[-3000:]}")
             if killed is not None and last_update(folder) == UPDATES:
@@ -212,9 +212,9 @@ class Experiment:
         self.finished += 1
 
     def _kill(self, process: Process, folder: Path, training: int, before: set[str]) -> Optional[Kill]:
-        """Kill *process* at a random moment; None if it ended before that.
+        """Kill *process* at a random time; return None if it ended before.
 
-        Temporary files that were there *before* are of an earlier kill.
+        Temporary files in *before* are of an earlier kill.
         """
         aimed = self.rng.choice(("any", "saving"))
         wait_until(process, folder, aimed, self.rng, self.duration)
@@ -236,7 +236,7 @@ class Experiment:
 
 
 def wait_until(process: Process, folder: Path, aimed: str, rng: random.Random, duration: float) -> None:
-    """Return at the moment of a kill, or when *process* has ended."""
+    """Wait until the time of the kill, or until *process* has ended."""
     if aimed == "any":
         moment = process.began + rng.uniform(0, duration)
         while time.monotonic() < moment and not process.ended():
@@ -252,7 +252,7 @@ def wait_until(process: Process, folder: Path, aimed: str, rng: random.Random, d
 
 
 def temporaries(folder: Path) -> dict[str, str]:
-    """Temporary files of checkpoints, and of which file each is."""
+    """Map the temporary files of checkpoints to the files that they will replace."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -261,7 +261,7 @@ def temporaries(folder: Path) -> dict[str, str]:
 
 
 def last_update(folder: Path) -> int:
-    """How many updates ``checkpoint_last.pt`` has behind it; 0 if there is none."""
+    """Return the number of updates of ``checkpoint_last.pt``; 0 if there is none."""
     path = folder / "checkpoint_last.pt"
     if not path.exists():
         return 0
@@ -269,10 +269,10 @@ def last_update(folder: Path) -> int:
 
 
 def where_it_went_on(log: str, had_checkpoint: bool) -> str:
-    """What a start said of the checkpoint that it went on from.
+    """Return what a start logged about the checkpoint from which it resumed.
 
     Raises:
-        Failure: it began anew although there was a checkpoint, or passed a damaged one over.
+        Failure: it started from scratch although there was a checkpoint, or skipped a damaged one.
     """
     if "is damaged" in log or "is truncated" in log:
         raise Failure(f"a start found a damaged file:\n{log[-3000:]}")
@@ -280,7 +280,7 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
         return f"{Path(loaded[1]).name}, {loaded[2]}"
     if "No existing checkpoint found" in log:
         if had_checkpoint:
-            raise Failure(f"a start began anew although there was a checkpoint:\n{log[-3000:]}")
+            raise Failure(f"a start began from scratch although there was a checkpoint:\n{log[-3000:]}")
         return "from the beginning: there was no checkpoint_last.pt yet"
     return "killed before it said so"
 
@@ -289,7 +289,7 @@ def compare(reference: Path, folder: Path) -> None:
     """Raise :class:`Failure` unless both folders hold the same checkpoints.
 
     *folder* may also hold older ones, if they are whole: fairseq removes what the ``--keep-`` flags do not
-    keep after a save in the middle of an epoch; who is killed before that removes it after the next.
+    keep after a save in the middle of an epoch; a training killed before that removes it after the next.
     """
     expected, found = (sorted(os.listdir(place)) for place in (reference, folder))
     more = [name for name in found if name not in expected]
@@ -304,18 +304,18 @@ def compare(reference: Path, folder: Path) -> None:
 
 
 def what_counts(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without clocks and the name of its folder."""
+    """Return a checkpoint without times and folder names."""
     extra = state["extra_state"]
     return {
         "model": state["model"],
         "last_optimizer_state": state["last_optimizer_state"],
-        "optimizer_history": state["optimizer_history"][-1],  # those before it are of each start
+        "optimizer_history": state["optimizer_history"][-1],  # earlier entries are added at each start
         **{name: extra[name] for name in ("best", "val_loss", "train_iterator")},
     }
 
 
 def first_difference(one: Any, other: Any, name: str) -> Optional[str]:
-    """Where two nested values differ; None if they do not."""
+    """Return where two nested values differ; None if they are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape and one.equal(other)
         return None if same else name
@@ -331,7 +331,7 @@ def first_difference(one: Any, other: Any, name: str) -> Optional[str]:
 
 
 def prepare(work: Path) -> Path:
-    """Binarise some of the demo's text, in a process of its own."""
+    """Binarise a part of the demo's text in a separate process."""
     for split, lines in LINES.items():
         for language in ("en", "ro"):
             text = (TEXT / f"{split}.{language}").read_text(encoding="utf-8").split("\n")[:lines]
@@ -346,7 +346,7 @@ def prepare(work: Path) -> Path:
 
 
 def save(out: Path, kills: Sequence[Kill], summary: str) -> None:
-    """Write the table and the summary."""
+    """Write the CSV and the summary."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", newline="") as text:
         writer = csv.DictWriter(text, [field.name for field in fields(Kill)], lineterminator="\n")
         writer.writeheader()
@@ -377,12 +377,12 @@ def in_words(kills: Sequence[Kill], experiments: Sequence[Experiment], seconds: 
 
 
 def run(args: argparse.Namespace, work: Path) -> None:
-    """Kill until there were enough kills of each kind, and write the results."""
+    """Kill trainings until there are enough kills of each kind, and write the results."""
     began = time.monotonic()
     rng = random.Random(args.seed)
     data = prepare(work)
     logging.getLogger("hydra").setLevel(logging.WARNING)
-    # hydra builds its parsers when it first reads a command line: a second of each start.
+    # hydra builds its parsers when it first reads a command line, which would take a second per start.
     convert_namespace_to_omegaconf(
         options.parse_args_and_arch(options.get_training_parser(), [str(data), *TRAIN])
     )
@@ -413,17 +413,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="at least; default: 200")
     parser.add_argument(
-        "--saving", type=int, default=40, metavar="N", help="of them while saving; default: 40"
+        "--kills", type=int, default=200, metavar="N", help="minimum number of kills; default: 200"
     )
     parser.add_argument(
-        "--commands", type=int, default=20, metavar="N", help="of them by the command; default: 20"
+        "--saving", type=int, default=40, metavar="N", help="... of which during a save; default: 40"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the moments; default: 1")
+    parser.add_argument(
+        "--commands",
+        type=int,
+        default=20,
+        metavar="N",
+        help="... of which started by the command; default: 20",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed; default: 1")
     parser.add_argument("-o", "--out", type=Path, default=RESULTS / "kills.csv", metavar="CSV")
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="where trainings are kept; default: a new folder"
+        "--work", type=Path, metavar="DIR", help="folder for the trainings; default: a new folder"
     )
     args = parser.parse_args()
     if args.work is not None:

@@ -1,1 +1,1 @@
-"""Looking inside a trained model: what ``surface-fusion analyse`` draws and tabulates."""
+"""Analyse a trained model: the figures and tables of ``surface-fusion analyse``."""

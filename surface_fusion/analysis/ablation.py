@@ -1,7 +1,7 @@
-"""What a translation loses when one encoder layer is silenced: figure 2 of SurfaceFusion (Liu et al., 2021).
+"""Measure BLEU without one encoder layer in the fusion: figure 2 of SurfaceFusion (Liu et al., 2021).
 
-At decode time the weight of one layer in the fusion is zero; the encoder itself runs whole, and the other
-weights stay as they are. BLEU and length are relative to those of the whole model.
+When decoding, the weight of one layer in the fusion is set to zero. The encoder still runs all layers, and
+the other weights do not change. BLEU and length are relative to those of the full model.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Ablated(NamedTuple):
 
 @contextlib.contextmanager
 def silenced(fusion: Any, state: int) -> Iterator[None]:
-    """Let *fusion* take nothing of its state number *state* (0 is its first)."""
+    """Set the weight of state number *state* (0 is the first) in *fusion* to zero."""
     if isinstance(fusion, LayerAttention):
         fusion.silenced.append(state)
         try:
@@ -67,7 +67,7 @@ def subword_marks(dictionary: Any) -> str | None:
 
 
 def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translated:
-    """The split, translated by beam search with length penalty 1."""
+    """Translate the split by beam search with length penalty 1."""
     generation = {"beam": beam, "lenpen": 1.0, "max_len_a": 1.2, "max_len_b": 10}
     generator = loaded.task.build_generator([loaded.model], OmegaConf.create(generation))
     words = loaded.task.target_dictionary
@@ -109,7 +109,7 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
 
 
 def change(value: float, base: float) -> float:
-    """How far *value* is from *base*, in percent of it."""
+    """Difference of *value* from *base* in percent."""
     return 100 * (value / base - 1) if base else float("nan")
 
 

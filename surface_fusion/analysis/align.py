@@ -1,6 +1,6 @@
-"""What each target token of a sentence pair reads of the source, by the surface attention and the decoder's.
+"""Attention of each target token of a sentence pair to the source: surface attention and decoder attention.
 
-Weights over source tokens (they sum to 1), means over heads; the decoder's are those of its last layer.
+Weights over source tokens sum to 1 and are averaged over heads; the decoder's are those of its last layer.
 """
 
 from pathlib import Path

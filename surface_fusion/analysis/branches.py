@@ -1,9 +1,9 @@
-"""What the softmax layer's two branches would have said, token by token of the references.
+"""Predictions of the softmax layer's two branches, for each token of the references.
 
-With h the target branch's features and r the surface's, z = E h and s = E r (see ``decoder.py``): the words
-that z, s and the fused distribution rank first, their probabilities of the reference's token, and the gate.
-The surface *decides* where the fused first word is not the target branch's; it *copies* where its own first
-word, no special symbol, stands in the source sentence.
+With the features h of the target branch and r of the surface branch, z = E h and s = E r (``decoder.py``),
+each token has the top words of z, s and the fused distribution, their probabilities of the reference's token,
+and the gate. The surface *decides* if the fused top word differs from the target branch's. It *copies* if its
+own top word is in the source sentence and is not a special symbol.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The geometry of the source and target embeddings, beside those of another model (usually the plain one).
+"""Geometry of the source and target embeddings, compared with another model (usually the plain one).
 
 * singular values: ``log(sigma_i / sigma_1)`` of each matrix of the words that occur, i over the width;
   flatter means that the words fill more directions;
@@ -22,7 +22,7 @@ from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
 
 DRAWN = 300
-"""Words of a side in the scatter plot."""
+"""Number of words of each side in the scatter plot."""
 NEIGHBOURS = 5
 
 
@@ -55,7 +55,7 @@ def log_singular_values(embedding: Tensor) -> Tensor:
 
 
 def principal_plane(embedding: Tensor) -> Tensor:
-    """Places of W words in the plane of the two main directions: W x 2."""
+    """Coordinates of W words on the first two principal components: W x 2."""
     centred = embedding - embedding.mean(0)
     places: Tensor = centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].t()
     return places

@@ -1,7 +1,7 @@
-"""A translation, token by token: what each branch would have said, and where in the source it looked.
+"""Explain a translation token by token: the predictions of each branch and the attention to the source.
 
-What ``analyse branches`` and ``analyse align`` do for a data set, for sentences and the translations that a
-model has just made of them.
+Does for single sentences and their translations what ``analyse branches`` and ``analyse align`` do for a data
+set.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Heat maps and curves as PNG and SVG, and tables as CSV; each file is whole or not there."""
+"""Write heat maps and curves as PNG and SVG, and tables as CSV; files are replaced atomically."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from surface_fusion.files import atomic_write, write_text
 LARGEST = 60
 """Width and height of a figure in inches, at most."""
 LABEL = 0.18
-"""Inches that the label of a row or a column needs."""
+"""Inches per label of a row or column."""
 
 
 def pyplot() -> Any:

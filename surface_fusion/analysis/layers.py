@@ -1,4 +1,4 @@
-"""How much of each encoder layer a fusion takes: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
+"""Weights of the encoder layers in a fusion: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
 
 * transparent, fine-grained: the weights w^{m,n} of decoder layer m, over channels the mean, as in the figure;
 * dlcl: the rows W^{l+1} of encoder and decoder;
@@ -28,7 +28,7 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class LayerWeights(NamedTuple):
-    """Weights of layers (rows: from layer 0 or 1 up) by who reads them (columns), NaN where nobody could."""
+    """Weights of layers (rows, from layer 0 or 1) by the layer that reads them (columns), or NaN."""
 
     name: str
     values: Tensor
@@ -45,10 +45,10 @@ class LayerWeights(NamedTuple):
 
 @torch.no_grad()
 def layer_weights(loaded: Loaded) -> list[LayerWeights]:
-    """What the model's fusion takes of each layer.
+    """Weights of the layers in the model's fusion.
 
     Raises:
-        SurfaceFusionError: it weighs no layers.
+        SurfaceFusionError: the fusion has no layer weights.
     """
     encoder, decoder = loaded.model.encoder, loaded.model.decoder
     fusion = getattr(encoder, "fusion", None)

@@ -1,4 +1,4 @@
-"""A checkpoint with its task and the data it is looked at with."""
+"""Load a checkpoint with its task and the data to analyse it on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from surface_fusion.errors import SurfaceFusionError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its task, and the split of the data that is read."""
+    """A model in evaluation mode, its task, and the split of the data to read."""
 
     model: Any
     task: Any
     split: str
 
     def setting(self, name: str) -> Any:
-        """A field of the model's configuration; None in fairseq's own models, which have none of ours."""
+        """A field of the model's configuration; None if fairseq's own model lacks it."""
         return getattr(self.model.cfg, name, None)
 
     @property
@@ -56,7 +56,7 @@ def load(checkpoint: str, data: str, split: str = "test", cpu: bool = False) -> 
     """*checkpoint* with the dictionaries and the *split* of the folder *data*.
 
     Raises:
-        SurfaceFusionError: it is no translation model of fairseq's Transformer family.
+        SurfaceFusionError: it is not a translation model of fairseq's Transformer family.
     """
     models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], {"data": data})
     model = models[0]

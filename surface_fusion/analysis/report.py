@@ -1,4 +1,4 @@
-"""One HTML page of all figures and tables in a folder: it opens offline, its tables sort, it fits a phone."""
+"""Write one HTML page of all figures and tables in a folder, usable offline, with sortable tables."""
 
 import base64
 import csv
@@ -9,7 +9,7 @@ from surface_fusion.analysis.figures import save_text
 
 NAME = "report.html"
 ROWS = 500
-"""Of a table; the CSV has all."""
+"""Maximum rows of a table in the page; the CSV has all rows."""
 
 TITLES = {
     "layers": "How much of each encoder layer is taken",
@@ -24,7 +24,7 @@ TITLES = {
     "align_surface": "What the surface attention reads",
     "align_decoder": "What the decoder's last layer reads",
 }
-"""In the order of the page."""
+"""Sections in the order of the page."""
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 60rem; color: #222; }

@@ -1,1 +1,1 @@
-"""The command ``surface-fusion``: fairseq's commands with this package loaded, and three of our own."""
+"""The command ``surface-fusion``: fairseq's commands with this package loaded, and five more verbs."""

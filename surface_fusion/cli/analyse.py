@@ -1,4 +1,4 @@
-"""``surface-fusion analyse VERB CHECKPOINT DATA -o DIR``: figures and tables of what a model learnt."""
+"""``surface-fusion analyse VERB CHECKPOINT DATA -o DIR``: figures and tables about a trained model."""
 
 import argparse
 import sys
@@ -10,50 +10,52 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 
-SUMMARY = "draw what a model learnt: layers, branches, attention"
+SUMMARY = "draw figures and tables about a trained model"
 
 VERBS = {
-    "layers": "how much of each encoder layer is taken (figure 1 of the paper)",
-    "ablate": "BLEU and length with one encoder layer silenced (figure 2)",
+    "layers": "weight of each encoder layer in the fusion (figure 1 of the paper)",
+    "ablate": "BLEU and length with one encoder layer removed from the fusion (figure 2)",
     "embeddings": "singular values, PCA and bilingual neighbours of the embeddings",
-    "branches": "what the two branches of surface fusion would have said, token by token (CSV only)",
-    "align": "what each target token of a sentence pair reads of the source",
-    "all": "each of these that the model is one for",
+    "branches": "predictions of the two branches of surface fusion, token by token (CSV only)",
+    "align": "attention of each target token of a sentence pair to the source",
+    "all": "all of these that the model supports",
 }
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="surface-fusion analyse",
-        description="Writes PNG, SVG and CSV, and report.html of all that is in the folder. "
+        description="Writes PNG, SVG and CSV files, and report.html with everything in the folder. "
         + " ".join(f"{verb}: {what}." for verb, what in VERBS.items()),
         usage="surface-fusion analyse VERB CHECKPOINT DATA -o DIR [flags]",
         allow_abbrev=False,
     )
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("data", metavar="DATA", help="a folder of fairseq-preprocess")
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", type=Path, help="where to write")
-    parser.add_argument("--split", default="test", help="of the data; default: test")
-    parser.add_argument("--beam", type=int, default=4, metavar="N", help="ablate: default 4")
+    parser.add_argument("data", metavar="DATA", help="data folder written by preprocess")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", type=Path, help="output folder")
+    parser.add_argument("--split", default="test", help="split of the data; default: test")
+    parser.add_argument("--beam", type=int, default=4, metavar="N", help="ablate: beam size; default: 4")
     parser.add_argument(
         "--remove-bpe",
         nargs="?",
         const="@@ ",
         metavar="SYMBOL",
-        help="ablate: how to join subwords, as in generate (default: sentencepiece or @@, by their marks)",
+        help="ablate: how to join subwords, as in generate (default: detected from the dictionary)",
     )
     parser.add_argument(
         "--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries"
     )
-    parser.add_argument("--sentence", type=int, default=0, metavar="I", help="align: from 0; default: 0")
-    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
+    parser.add_argument(
+        "--sentence", type=int, default=0, metavar="I", help="align: index of the sentence; default: 0"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """Write what the command line asks for, and say where."""
+    """Run the analyses of the command line and print the paths of their files."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.beam < 1:
@@ -62,7 +64,7 @@ def run(argv: Sequence[str]) -> None:
     from surface_fusion.analysis.loaded import load
     from surface_fusion.analysis.report import write_report
 
-    pyplot()  # complain now, not after the translations
+    pyplot()  # fail before the translations if matplotlib is missing
     with trusted_checkpoints(args.trust_checkpoint):
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
         against = load(args.against, args.data, args.split, args.cpu) if args.against else None

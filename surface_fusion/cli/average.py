@@ -22,8 +22,8 @@ def _parser() -> OneLineParser:
         "       surface-fusion average (--last | --last-updates) N DIR -o OUT",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="files of one model")
-    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="file to write")
+    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="checkpoints of one model")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="output file")
     latest = parser.add_mutually_exclusive_group()
     latest.add_argument("--last", nargs=2, metavar=("N", "DIR"), help="the last N checkpointEPOCH.pt in DIR")
     latest.add_argument(
@@ -34,7 +34,7 @@ def _parser() -> OneLineParser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Write the average that the command line asks for, and say in one line what it is of."""
+    """Write the average of the checkpoints and print one line that names them."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     paths = args.checkpoints
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
     if os.path.exists(args.output) and not os.path.isfile(args.output):
-        parser.error(f"{args.output} is no file that could be written over; give another name")
+        parser.error(f"{args.output} is not a file that could be written over; give another name")
     with trusted_checkpoints(args.trust_checkpoint):
         state = averaging.average_checkpoints(paths)
     with atomic_write(args.output) as file:

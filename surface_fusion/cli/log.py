@@ -1,4 +1,4 @@
-"""How our entry point logs: as fairseq does, less one endless line."""
+"""Set up logging as fairseq does, without the line that shows the whole configuration."""
 
 import argparse
 import logging
@@ -14,14 +14,14 @@ class ShortConfiguration(logging.Filter):
     """Replaces the configuration that fairseq logs at every start (20,000 characters) by one short line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record, change those whose message is a configuration."""
+        """Keep every record; replace the message if it is a configuration."""
         if isinstance(record.msg, (DictConfig, argparse.Namespace)):
             record.msg = "configuration not shown; add --show-config to see it"
         return True
 
 
 def below_error(record: logging.LogRecord) -> bool:
-    """Whether *record* is no error."""
+    """Whether *record* is below the level ERROR."""
     return record.levelno < logging.ERROR
 
 
@@ -31,8 +31,8 @@ _SHORT_CONFIGURATION = ShortConfiguration()
 def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     """Log as fairseq's commands do, on ``stdout`` or ``stderr``.
 
-    Importing fairseq's tasks leaves handlers of its own on the root logger; they are replaced. LOGLEVEL
-    (default INFO) decides how much is logged.
+    Handlers that fairseq's tasks added to the root logger on import are replaced. The environment variable
+    LOGLEVEL (default INFO) sets the level.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -42,9 +42,9 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
-    if verb == "interactive":  # which says there how it batches, four lines for every sentence
+    if verb == "interactive":  # logs four lines about batching per sentence
         logging.getLogger("fairseq.tasks.fairseq_task").setLevel(logging.WARNING)
-    # Errors of checkpoints are logged for plain fairseq, which may lose them; here they end the command.
+    # Checkpoint errors are logged for plain fairseq, which may hide them; here they end the command anyway.
     logging.getLogger("surface_fusion.checkpoints").addFilter(below_error)
     fairseq_logger = logging.getLogger(f"fairseq_cli.{verb}")
     (fairseq_logger.removeFilter if show_config else fairseq_logger.addFilter)(_SHORT_CONFIGURATION)

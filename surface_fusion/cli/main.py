@@ -1,4 +1,4 @@
-"""``surface-fusion VERB ...``: which verb, and how the command ends."""
+"""``surface-fusion VERB ...``: dispatch to a verb and set the exit status."""
 
 import difflib
 import os
@@ -26,21 +26,21 @@ HELP = "\n".join(
         "usage: surface-fusion VERB ...",
         "",
         "Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package",
-        "loaded and take all of fairseq's flags.",
+        "loaded and accept all of fairseq's flags.",
         "",
         *(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items()),
         "",
-        "surface-fusion VERB --help tells the flags of a verb, surface-fusion --version the version.",
+        "surface-fusion VERB --help shows the flags of a verb, surface-fusion --version the version.",
     )
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line *argv* (default: the process').
+    """Run the command line *argv* (default: ``sys.argv``).
 
     Returns:
-        The exit status: 0; 2 for a user's mistake, after one line on stderr; 130 if interrupted. Any other
-        exception is a bug and is not caught.
+        The exit status: 0; 2 after a user error, printed as one line on stderr; 130 if interrupted; 141 if
+        standard output was closed. Any other exception is a bug and is not caught.
     """
     argv = sys.argv[1:] if argv is None else argv
     name = "surface-fusion" + (f" {argv[0]}" if argv and argv[0] in SUMMARIES else "")

@@ -1,4 +1,4 @@
-"""``surface-fusion score``: sacreBLEU, chrF and tokenised BLEU, each by its name."""
+"""``surface-fusion score``: compute sacreBLEU, chrF and tokenised BLEU."""
 
 import dataclasses
 import json
@@ -24,28 +24,28 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hyp", metavar="FILE", help="translations, one a line")
+    source.add_argument("--hyp", metavar="FILE", help="translations, one per line")
     source.add_argument(
         "--generate-output",
         metavar="FILE",
-        help="what generate printed: tokenised BLEU of its H- lines against its T- lines, and with --ref "
+        help="output of generate: tokenised BLEU of its H- lines against its T- lines, and with --ref "
         "sacreBLEU and chrF of its D- lines",
     )
     parser.add_argument(
         "--ref",
         metavar="FILE",
         action="append",
-        help="raw references, one a line; given several times, each is one more reference for each line",
+        help="raw references, one per line; repeat the flag for several references per line",
     )
     parser.add_argument(
         "--skipped-as-empty",
         action="store_true",
-        help="with --generate-output: sentences that generate skipped count as empty translations of --ref",
+        help="with --generate-output: score sentences that generate skipped as empty translations",
     )
     parser.add_argument(
         "--romanian",
         action="store_true",
-        help="score also with comma-below for cedilla letters, and without diacritics, on both sides",
+        help="also score with comma-below for cedilla letters, and without diacritics, on both sides",
     )
     parser.add_argument("--lang", metavar="CODE", help="target language; ro means --romanian")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -54,7 +54,7 @@ def _parser() -> OneLineParser:
 
 @dataclass
 class _Report:
-    """What is printed; with ``--json`` these are the object's keys."""
+    """The scores and warnings to print; its fields are the keys of ``--json``."""
 
     sentences: int
     skipped: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Report:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print the scores that the command line asks for."""
+    """Compute and print the scores."""
     parser = _parser()
     args = parser.parse_args(argv)
     romanian = args.romanian or args.lang == "ro"
@@ -110,7 +110,7 @@ def _report_on_generate(
 
 
 def _read_references(paths: list[str]) -> list[list[str]]:
-    """The lines of each file.
+    """Read the lines of each file.
 
     Raises:
         SurfaceFusionError: the files have different numbers of lines.
@@ -126,10 +126,10 @@ def _read_references(paths: list[str]) -> list[list[str]]:
 
 
 def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) -> list[int]:
-    """The sentences without a translation among *references*.
+    """Return the indices of sentences without a translation.
 
     Raises:
-        SurfaceFusionError: there are some, and the user did not say what they count.
+        SurfaceFusionError: there are some and ``--skipped-as-empty`` is not given.
     """
     skipped = sorted(set(range(references)) - set(output.ids))
     if len(output.ids) + len(skipped) != references or (skipped and not as_empty):
@@ -142,6 +142,6 @@ def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) ->
 
 
 def _named(sentences: list[int]) -> str:
-    """Sentence numbers in words, the first few by their number (generate counts from 0)."""
+    """Format the number of sentences and the first few of their indices."""
     shown = ", ".join(map(str, sentences[:10])) + (", ..." if len(sentences) > 10 else "")
     return f"{len(sentences)} sentence{'s' if len(sentences) > 1 else ''} ({shown})"

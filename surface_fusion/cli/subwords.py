@@ -1,16 +1,16 @@
-"""``--remove-bpe`` that does not fit the data: fairseq joins as it is told and says nothing."""
+"""Warn about a ``--remove-bpe`` that does not match the subwords of the data."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# What fairseq also calls "@@ ".
+# fairseq's other names of "@@ ".
 SPELLINGS = {"subword_nmt": "@@ ", "@@": "@@ "}
 
 
 def hint(argv: Sequence[str], dictionary: Any) -> str | None:
-    """What is wrong with the flags *argv* for translations in words of *dictionary*; None if nothing is."""
+    """Return a warning if ``--remove-bpe`` in *argv* does not match *dictionary*, else None."""
     from surface_fusion.analysis.ablation import subword_marks
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -41,7 +41,7 @@ def hint(argv: Sequence[str], dictionary: Any) -> str | None:
 
 
 def with_hint(set_up: Callable[..., Any], verb: str, argv: Sequence[str]) -> Callable[..., Any]:
-    """fairseq's ``setup_task``, which knows the dictionary, with the hint on stderr."""
+    """Wrap fairseq's ``setup_task``, which loads the dictionary, to print the :func:`hint` on stderr."""
 
     def set_up_task(*args: Any, **kwargs: Any) -> Any:
         task = set_up(*args, **kwargs)

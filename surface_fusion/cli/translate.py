@@ -1,4 +1,4 @@
-"""``surface-fusion translate MODEL_DIR``: raw text in on standard input, plain text out, line by line."""
+"""``surface-fusion translate MODEL_DIR``: translate raw text from standard input, line by line."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
-from surface_fusion.compat.hub import left_empty, source_limit
+from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hub import TranslationHub
 from surface_fusion.text_lines import bursts
@@ -20,7 +20,7 @@ from surface_fusion.text_lines import bursts
 SUMMARY = "translate raw text from standard input, line by line"
 
 LINES_AT_ONCE = 64
-"""At most; fewer where the input pauses."""
+"""Maximum lines per call of the model; fewer if the input pauses."""
 
 
 def _parser() -> OneLineParser:
@@ -28,30 +28,36 @@ def _parser() -> OneLineParser:
         prog="surface-fusion translate",
         description="Translates each line of standard input to a line of standard output. MODEL_DIR (or its "
         "subfolders checkpoints, data-bin, pieces) holds checkpoint_best.pt or checkpoint_last.pt, the two "
-        "dict.*.txt, and the sentencepiece model *.model that cut the training text.",
+        "dict.*.txt, and the sentencepiece model *.model used to segment the training text.",
         usage="surface-fusion translate MODEL_DIR [flags] < TEXT",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="MODEL_DIR", type=Path, help="such as runs/demo")
-    parser.add_argument("--checkpoint", metavar="NAME", help="another file of the folder")
-    parser.add_argument("--beam", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument(
+        "folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo"
+    )
+    parser.add_argument("--checkpoint", metavar="NAME", help="name of another checkpoint in the folder")
+    parser.add_argument("--beam", type=int, default=4, metavar="N", help="beam size; default: 4")
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="below each translation a table: what the softmax layer's branches would have said of each "
-        "token, and which source token was read most",
+        help="print a table below each translation: the prediction of each branch for each token, and the "
+        "source token with the most attention",
     )
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="DIR", help="--explain: also tables and heat maps, DIR/1 for line 1"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="--explain: also write tables and heat maps, DIR/1 for line 1",
     )
-    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
     return parser
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a translation of raw text needs."""
+    """The files needed to translate raw text."""
 
     checkpoint: Path
     dictionaries: Path
@@ -59,10 +65,10 @@ class ModelFiles:
 
 
 def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
-    """The files of the model in *folder*.
+    """Find the files of the model in *folder*.
 
     Raises:
-        SurfaceFusionError: one is not there, or there are several; with what was looked for.
+        SurfaceFusionError: a file is missing or there are several candidates; names what was searched.
     """
     if not folder.is_dir():
         raise SurfaceFusionError(f"model folder {folder} does not exist")
@@ -83,15 +89,15 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
 
 
 class Translation(NamedTuple):
-    """A line's, and the token ids of source and target, if it was translated."""
+    """The translation of a line, with the token ids of source and target if it was translated."""
 
     text: str
     tokens: tuple[Tensor, Tensor] | None = None
 
 
 def translations(hub: TranslationHub, parts: Iterable[list[str]], beam: int) -> Iterator[Translation]:
-    """One for each line of *parts*; an empty one of an empty line and of a line that is too long."""
-    limit = source_limit(hub.max_positions)
+    """Yield a translation per line of *parts*, empty if the line is empty or too long."""
+    limit = position_limit(hub.max_positions, "source")
     done = 0
     for part in parts:
         rows = [hub.encode(line.strip()) for line in part]
@@ -126,7 +132,7 @@ def run(argv: Sequence[str]) -> None:
     if sys.stdout is None:
         raise SurfaceFusionError("standard output is closed; the translations go there, as in: > FILE")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # as the text that is read, whatever the locale
+        sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the locale
     from surface_fusion.model import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fairseq.hub_utils import GeneratorHubInterface
@@ -15,9 +15,10 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def source_limit(max_positions: Any) -> float:
-    """Maximum source length in tokens by fairseq's *max_positions*, a number, a pair of numbers or None."""
-    limit = max_positions[0] if isinstance(max_positions, (tuple, list)) else max_positions
+def position_limit(max_positions: Any, side: Literal["source", "target"]) -> float:
+    """Maximum tokens of a line by fairseq's *max_positions*: a number, a (source, target) pair, or None."""
+    index = ("source", "target").index(side)
+    limit = max_positions[index] if isinstance(max_positions, (tuple, list)) else max_positions
     return limit if isinstance(limit, (int, float)) else math.inf
 
 
@@ -73,10 +74,8 @@ def keep_order_of_lines() -> None:
         original: Callable[..., Any], hub: Any, tokenized_sentences: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
-            return original(
-                hub, tokenized_sentences, *args, **kwargs
-            )  # calls this function for a list of one
-        indices = fitting(tokenized_sentences, source_limit(hub.max_positions))
+            return original(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
+        indices = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"))
         rows = [tokenized_sentences[i] for i in indices]
         found = original(hub, rows, *args, **kwargs) if rows else []
         return in_order(found, indices, len(tokenized_sentences), hub.tgt_dict.eos())

@@ -11,7 +11,7 @@ from fairseq.tasks.translation import TranslationTask
 from fairseq_cli import interactive
 from torch import Tensor
 
-from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, source_limit
+from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, position_limit
 from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
@@ -60,12 +60,11 @@ def answer_each_line() -> None:
         constrained = cfg.generation.constraints
         texts = [line.split("\t")[0] if constrained else line for line in lines]
         rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
-        limit, least = source_limit(max_positions), 2 if isinstance(task, TranslationTask) else 0
+        limit, least = position_limit(max_positions, "source"), 2 if isinstance(task, TranslationTask) else 0
         indices = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
         missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
-        for batch in (
-            original([lines[i] for i in indices], cfg, task, max_positions, encode) if indices else ()
-        ):
+        kept = [lines[i] for i in indices]
+        for batch in original(kept, cfg, task, max_positions, encode) if kept else ():
             ids = [indices[i] for i in batch.ids.tolist()]
             missing.difference_update(ids)
             yield batch._replace(ids=torch.tensor(ids))

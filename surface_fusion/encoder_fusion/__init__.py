@@ -1,6 +1,6 @@
-"""Encoder layer fusion: how the encoder's layers become what the decoder attends to (``--encoder-fusion``).
+"""Encoder layer fusion: combine the encoder's layers into the decoder's memory (``--encoder-fusion``).
 
-One method, one file. A new one is its file, a line below, its name in ``config.py``, and its test.
+Each method has its own file. To add one, add its file, a line below, its name in ``config.py``, and a test.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ INSIDE_THE_STACKS: dict[str, type[Combination]] = {"dlcl": DLCL, "dense": Dense}
 
 
 def build_fusion(cfg: Any) -> EncoderFusion | LayerAttention | None:
-    """The module that *cfg*'s encoder ends in, if its method is one that does."""
+    """Build the fusion module at the end of the encoder, or None if the method has none."""
     build: Any = {**ON_THE_OUTPUT, **FOR_EACH_DECODER_LAYER}.get(cfg.encoder_fusion)
     return None if build is None else build(cfg)
 
@@ -44,7 +44,7 @@ def build_fusion(cfg: Any) -> EncoderFusion | LayerAttention | None:
 def fused_states(
     cfg: Any, fusion: Any, states: list[Tensor], word_embeddings: Callable[[], Tensor]
 ) -> list[Tensor]:
-    """What *fusion* takes: the layers' outputs, in front of them the embedding layer if it takes part.
+    """Return the inputs of *fusion*: the layers' outputs, preceded by the embedding layer if it is fused.
 
     Args:
         states: the encoder's input and its layers' outputs, ... x C each.
@@ -58,7 +58,7 @@ def fused_states(
 
 
 def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
-    """What the layers of *stack*, a part of *cfg* of width *dim*, read, if the method acts inside."""
+    """Build the combination for the layers of *stack*, a section of *cfg*, or None if the method has none."""
     build = INSIDE_THE_STACKS.get(cfg.encoder_fusion)
     embedding = not cfg.no_encoder_fusion_embedding
     return None if build is None else build(dim, stack.layers, stack.normalize_before, embedding)

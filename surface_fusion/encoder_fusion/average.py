@@ -14,7 +14,7 @@ class Average(EncoderFusion):
     silenceable = True
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         total = states[0]
         for state in states[1:]:
             total = total + state

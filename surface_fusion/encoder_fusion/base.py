@@ -1,8 +1,8 @@
-"""What every method of encoder layer fusion is: a module from the encoder's states to what the decoder reads.
+"""Base class of encoder layer fusion: a module that maps the encoder's states to the decoder's memory.
 
-States are the outputs z_1 ... z_L of the layers, before the encoder's final LayerNorm if it has one, and
-with ``--encoder-fusion-embedding`` the encoder's input z_0 in front: N tensors of ... x C, in any layout,
-since no method looks at other positions.
+States are the outputs z_1 ... z_L of the layers, before the encoder's final LayerNorm if it has one, preceded
+with ``--encoder-fusion-embedding`` by the encoder's input z_0: N tensors of ... x C, in any layout, because
+all methods act on each position separately.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class EncoderFusion(nn.Module):
     """
 
     silenceable = False
-    """Whether a state of zeros is as if it were not there."""
+    """Whether a state of zeros has no effect on the result."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class EncoderFusion(nn.Module):
         self.states: int = cfg.encoder.layers + cfg.encoder_fusion_embedding
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """What the decoder attends to, ... x C, from N states of ... x C."""
+        """Fuse N states of ... x C into the decoder's memory, ... x C."""
         raise NotImplementedError
 
     def start_as_plain(self) -> None:
-        """Set the parameters so that the result is the last state, where the method allows it.
+        """Initialise so that the result is the last state, if the method allows it.
 
-        For a plain Transformer's checkpoint that is to be trained further.
+        Called when a plain Transformer's checkpoint is loaded to train it with fusion.
         """

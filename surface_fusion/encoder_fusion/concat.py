@@ -13,7 +13,7 @@ from surface_fusion.encoder_fusion.base import EncoderFusion
 
 
 class Concat(EncoderFusion):
-    """A linear map of the concatenated states, which are never put side by side.
+    """A linear map of the concatenated states, computed without concatenating them.
 
     Attributes:
         weight: N x C x C.
@@ -27,7 +27,7 @@ class Concat(EncoderFusion):
         self.weight = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         total = F.linear(states[0], self.weight[0])
         for state, weight in zip(states[1:], self.weight[1:], strict=True):
             total = total + F.linear(state, weight)
@@ -35,6 +35,6 @@ class Concat(EncoderFusion):
 
     @torch.no_grad()
     def start_as_plain(self) -> None:
-        """The last state through the identity, the others not at all."""
+        """Initialise with the identity for the last state and zero for the others."""
         self.weight.zero_()
         self.weight[-1].fill_diagonal_(1)

@@ -1,7 +1,7 @@
-"""Flags of encoder layer fusion, the part of the model's one dataclass that ``--encoder-fusion`` reads.
+"""Flags of encoder layer fusion (``--encoder-fusion``), a part of the model's dataclass.
 
-``--transparent-attention`` and the ``--ta-`` flags are the published spelling of two of the methods; both
-spellings end in the same fields.
+``--transparent-attention`` and the ``--ta-`` flags are the published names of two of the methods; both names
+set the same fields.
 """
 
 import logging
@@ -24,29 +24,32 @@ IN_BOTH_STACKS = ("dlcl", "dense")
 EncoderFusionName = ChoiceEnum(list(NAMES))  # type: ignore[no-untyped-call]
 
 
-# Optional[X], not X | None: fairseq's parser knows only the former.
+# Optional[X], not X | None: fairseq's parser supports only the former.
 @dataclass
 class EncoderFusionConfig(TransformerConfig):
-    """fairseq's Transformer and what fuses its encoder's layers."""
+    """Flags of fairseq's Transformer and of encoder layer fusion."""
 
     encoder_fusion: Optional[EncoderFusionName] = field(  # type: ignore[valid-type]
         default=None,
         metadata={
-            "help": "how the encoder's layers become what the decoder attends to; on the encoder's output: "
+            "help": "how to combine the encoder's layers into the decoder's memory; on the encoder's output: "
             "average, concat, dwatt, representation, lstm, routing, extra-layers; a mix for each decoder "
-            "layer: transparent, fine-grained; inside both stacks: dlcl, dense; absent: the last layer alone"
+            "layer: transparent, fine-grained; inside both stacks: dlcl, dense; default: the last layer only"
         },
     )
     encoder_fusion_embedding: bool = field(
         default=False,
-        metadata={"help": "the embedding layer takes part in --encoder-fusion, as layer 0"},
+        metadata={"help": "include the embedding layer in --encoder-fusion, as layer 0"},
     )
     no_encoder_fusion_embedding: bool = field(
         default=False,
-        metadata={"help": "dlcl, dense: no layer but the first reads the embedding layer, which all do else"},
+        metadata={
+            "help": "dlcl, dense: by default every layer also reads the embedding layer; with this flag only "
+            "the first does"
+        },
     )
     extra_encoder_layers: int = field(
-        default=1, metadata={"help": "layers that --encoder-fusion extra-layers puts on top"}
+        default=1, metadata={"help": "number of layers that --encoder-fusion extra-layers adds"}
     )
     dwatt_bottleneck: int = field(
         default=0, metadata={"help": "width inside dwatt's feed-forward maps; 0: half the encoder's"}
@@ -62,19 +65,19 @@ class EncoderFusionConfig(TransformerConfig):
     transparent_attention: bool = field(
         default=False,
         metadata={
-            "help": "--encoder-fusion transparent, as published (with --fine-grained-ta: fine-grained)"
+            "help": "published name of --encoder-fusion transparent (with --fine-grained-ta: fine-grained)"
         },
     )
     fine_grained_ta: bool = field(
         default=False, metadata={"help": "one weight for each channel, with --transparent-attention"}
     )
     ta_source_embedding: bool = field(
-        default=False, metadata={"help": "--encoder-fusion-embedding, as published"}
+        default=False, metadata={"help": "published name of --encoder-fusion-embedding"}
     )
     ta_posedemb: bool = field(
         default=False,
         metadata={
-            "help": "transparent, fine-grained: layer 0 is the embedding with positions, the encoder's input"
+            "help": "transparent, fine-grained: layer 0 is the encoder's input, embeddings with positions"
         },
     )
     no_ta_embnorm: bool = field(
@@ -93,13 +96,11 @@ class EncoderFusionConfig(TransformerConfig):
     )
     ta_dropconnect: bool = field(
         default=False,
-        metadata={
-            "help": "transparent, fine-grained: drop of the weights before their softmax (DropConnect)"
-        },
+        metadata={"help": "transparent, fine-grained: drop weights before their softmax (DropConnect)"},
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """fairseq's takes ``encoder_...`` for a part of *encoder*, which ours are not."""
+        """Read *args*; fairseq's version would take our ``encoder_...`` fields for fields of *encoder*."""
         if name in ("encoder_fusion", "encoder_fusion_embedding"):
             object.__setattr__(self, name, value)
         else:
@@ -107,18 +108,18 @@ class EncoderFusionConfig(TransformerConfig):
 
     @property
     def memory_per_layer(self) -> bool:
-        """Whether each decoder layer attends to something of its own."""
+        """Whether each decoder layer attends to a memory of its own."""
         return bool(getattr(self, "layer_wise_attention", False)) or self.encoder_fusion in PER_DECODER_LAYER
 
     @property
     def extra_layer_numbers(self) -> range:
-        """Which layers of the encoder ``extra-layers`` has added."""
+        """Indices of the encoder layers that ``extra-layers`` adds."""
         layers = self.encoder.layers
         extra = self.extra_encoder_layers if self.encoder_fusion == "extra-layers" else 0
         return range(layers, layers + extra)
 
     def check_encoder_fusion(self) -> None:
-        """Raise :class:`SurfaceFusionError` on a value that no model can be built with."""
+        """Raise :class:`SurfaceFusionError` for a value that a model cannot be built with."""
         name, dim = self.encoder_fusion, self.encoder.embed_dim
         for flag, useful in (
             ("encoder_fusion_embedding", name not in (None, "extra-layers", *IN_BOTH_STACKS)),
@@ -165,10 +166,10 @@ class EncoderFusionConfig(TransformerConfig):
 
 
 def settle_encoder_fusion(args: Any, published: bool) -> None:
-    """Let the published flags of *args* say what ours say; idempotent.
+    """Translate the published flags in *args* to ``--encoder-fusion``; idempotent.
 
-    The published code ignored ``--transparent-attention`` without ``--layer-wise-attention``; ours takes the
-    one for both, but for the *published* code's own checkpoints, which were trained as it computed.
+    The published code ignores ``--transparent-attention`` without ``--layer-wise-attention``. Here the flag
+    is sufficient, except for checkpoints of the *published* code, which keep its behaviour.
 
     Raises:
         SurfaceFusionError: the two spellings ask for different methods.
@@ -181,7 +182,7 @@ def settle_encoder_fusion(args: Any, published: bool) -> None:
                 return
             logger.warning(
                 "--transparent-attention without --layer-wise-attention had no effect in the published code; "
-                "here it has: leave it out to go on with a model that was trained so"
+                "here it has: leave it out to continue such a training"
             )
         if args.encoder_fusion not in (None, method):
             raise SurfaceFusionError(

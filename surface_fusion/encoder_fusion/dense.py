@@ -3,8 +3,8 @@ https://arxiv.org/abs/1806.00722).
 
     x_{l+1} = W^{l+1} [y_0; ...; y_l] = sum_k W_k^{l+1} y_k,  l = 1 ... L
 
-y_0 is the embedding layer, which layer 1 reads as it is. The maps begin as the identity of the latest
-output, that is as the plain Transformer.
+y_0 is the embedding layer, which layer 1 reads directly. The maps are initialised as the identity of the
+latest output, so the model initially equals the plain Transformer.
 
 Inside encoder and decoder. Parameters of a stack of L layers: ``(L (L + 3) / 2) C^2``; 7,077,888 for C =
 512 and 6 layers, twice that for both stacks; with ``--no-encoder-fusion-embedding`` L C^2 less each.
@@ -18,7 +18,7 @@ from surface_fusion.encoder_fusion.stack import Combination
 
 
 class Dense(Combination):
-    """A linear map of all outputs so far, which are never put side by side.
+    """A linear map of all outputs so far, computed without concatenating them.
 
     Attributes:
         maps: of the layers 2 ... L and of the result: (l + 1) x C x C.

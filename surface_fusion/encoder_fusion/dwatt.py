@@ -32,7 +32,7 @@ class Bottleneck(nn.Module):
         self.up = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """... x d from ... x d."""
+        """Apply the map to *x*, ... x d."""
         hidden: Tensor = self.up(self.norm(F.gelu(self.down(x))))
         return hidden
 
@@ -53,7 +53,7 @@ class DWAtt(EncoderFusion):
         self.norms = nn.ModuleList(LayerNorm(self.dim) for _ in range(self.states))
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         last = states[-1]
         weights = self.weights(last)
         out = last
@@ -62,7 +62,7 @@ class DWAtt(EncoderFusion):
         return out
 
     def weights(self, last: Tensor) -> Tensor:
-        """How much each position reads of each depth: ... x N, from the last state."""
+        """Attention weights of each position over the depths: ... x N, from the last state."""
         query = 1 + F.elu(last + self.query(last))
         scores = self.scale * (query @ self.key(self.positions).t())
         wide = torch.promote_types(scores.dtype, torch.float32)

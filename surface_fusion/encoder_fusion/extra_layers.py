@@ -1,9 +1,9 @@
 """Extra layers: the encoder with n more Transformer layers on top (DWAtt's Base_+n, 2024).
 
-The fair baseline of everything that adds parameters; with the README's sizes one more layer costs
+A fair baseline for methods that add parameters. With the README's sizes one more layer costs
 ``4 C^2 + 2 C F + 9 C + F`` = 3,152,384 parameters (C = 512, F = 2,048).
 
-On the encoder's output, and it is nothing but more of the encoder: the layers continue ``encoder.layers``.
+The layers are appended to ``encoder.layers``.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 
 
 def with_extra_layers(cfg: Any) -> Any:
-    """*cfg* for an encoder that has the extra layers, too."""
+    """Return a copy of *cfg* whose encoder includes the extra layers."""
     cfg = copy.deepcopy(cfg)
     cfg.encoder.layers += cfg.extra_encoder_layers
     return cfg
@@ -22,7 +22,7 @@ def with_extra_layers(cfg: Any) -> Any:
 
 @torch.no_grad()
 def start_layers_as_plain(layers: Iterable[Any]) -> None:
-    """Let *layers* hand on what they get: exactly with pre-norm, but for a LayerNorm otherwise."""
+    """Initialise *layers* to return their input: exactly with pre-norm, up to a LayerNorm with post-norm."""
     for layer in layers:
         for last in (layer.self_attn.out_proj, layer.fc2):
             for parameter in last.parameters():  # none without feed-forward sublayer

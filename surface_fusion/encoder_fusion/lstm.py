@@ -20,7 +20,7 @@ class DepthwiseLSTM(EncoderFusion):
         self.cell = nn.LSTMCell(self.dim, self.dim)
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         memory: tuple[Tensor, Tensor] | None = None
         for state in states:
             memory = self.cell(state.reshape(-1, self.dim), memory)

@@ -1,8 +1,8 @@
 """Representation fusion: ``h = sum_n w_n z_n`` with ``w_n = MLP(z_n)`` (Wang et al., 2018, "Multi-layer
 representation fusion for neural machine translation").
 
-One network with one hidden layer of C ReLU units weighs every state at every position by a number. It begins
-as the average.
+A network with one hidden layer of C ReLU units computes a scalar weight for every state at every position.
+Initially the result is the average.
 
 On the encoder's output. Parameters: ``C^2 + 2 C + 1``; 263,169 for C = 512.
 """
@@ -16,7 +16,7 @@ from surface_fusion.encoder_fusion.base import EncoderFusion
 
 
 class Representation(EncoderFusion):
-    """A sum of the states, weighed by a network that sees them."""
+    """A sum of the states with weights that a network computes from them."""
 
     silenceable = True
 
@@ -30,7 +30,7 @@ class Representation(EncoderFusion):
         nn.init.constant_(self.weight.bias, 1 / self.states)
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         total = self.weigh(states[0]) * states[0]
         for state in states[1:]:
             total = total + self.weigh(state) * state

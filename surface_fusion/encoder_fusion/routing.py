@@ -34,7 +34,7 @@ class Routing(EncoderFusion):
         self.votes = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """... x C from N of ... x C."""
+        """Fuse N states of ... x C into ... x C."""
         votes = [
             _wide(F.linear(state, weight).unflatten(-1, (self.capsules, -1)))
             for state, weight in zip(states, self.votes, strict=True)

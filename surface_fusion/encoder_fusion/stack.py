@@ -3,9 +3,9 @@
 With y_0 the stack's input and y_l the output of layer l, layer l + 1 reads ``x_{l+1} = combine(y_0 ...
 y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. With
 ``--no-encoder-fusion-embedding`` only layer 1 reads y_0, the embedding layer. Encoder and decoder have a
-combination each; the positions of a sequence do not meet, so that decoding token by token needs no state.
+combination each. Positions are combined separately, so incremental decoding needs no additional state.
 
-Memory is linear in layers: the outputs are kept, which a backward needs anyway, and added up one by one.
+Memory is linear in the number of layers: the outputs are kept, which backward needs anyway.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Combination(nn.Module):
-    """What a layer reads, from what the layers before it wrote: :meth:`keep` and :meth:`combine` of a method.
+    """Computes the input of a layer from all earlier outputs, by :meth:`keep` and :meth:`combine`.
 
     Args:
         dim: width C.
@@ -25,7 +25,7 @@ class Combination(nn.Module):
         embedding: whether layers after the first read y_0, too.
 
     Attributes:
-        sizes: how many outputs layers 1 ... L and whoever reads the result combine.
+        sizes: number of outputs that layers 1 ... L and the stack's result combine.
     """
 
     def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
@@ -40,7 +40,7 @@ class Combination(nn.Module):
         return self.combine(kept[-self.sizes[depth] :], depth)
 
     def keep(self, y: Tensor, depth: int) -> Tensor:
-        """What is kept of y_depth, ... x C."""
+        """The tensor to keep of y_depth, ... x C."""
         return y
 
     def combine(self, kept: list[Tensor], depth: int) -> Tensor:
@@ -49,9 +49,9 @@ class Combination(nn.Module):
 
 
 class CombinedLayers(nn.ModuleList):
-    """A stack's layers, each of which reads what *combination* makes of all before it.
+    """The layers of a stack, each of which reads the *combination* of all earlier outputs.
 
-    The combination is registered with the stack, not here: a layer's name is its number.
+    The combination is registered with the stack, not here, because modules in this list are named by number.
     """
 
     def __init__(self, layers: nn.ModuleList, combination: Combination) -> None:
@@ -71,7 +71,7 @@ class CombinedLayers(nn.ModuleList):
 def _run(
     layer: Any, depth: int, kept: list[Tensor], combination: Combination, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Layer *depth* on *x*, the output before it; the last layer's result is combined, too."""
+    """Run layer *depth* on the combination of *x* and earlier outputs; also combine the last result."""
     result = layer(combination(x, kept), *args, **kwargs)
     if depth + 1 < combination.layers:
         return result

@@ -8,7 +8,7 @@ one a channel, W is M x N x C, in the paper with DropConnect (``--ta-dropconnect
 
 M decoder layers, N encoder layers; with the embedding layer one more in front: the word embeddings without
 positions (``--ta-posedemb``: with), through dropout and, in a post-norm encoder, a LayerNorm of their own.
-One LayerNorm serves all m. ``--ta-dropout`` drops of w, without normalising it again (with
+One LayerNorm is shared by all m. ``--ta-dropout`` drops elements of w, without renormalising it (with
 ``--ta-dropconnect``: of W), and of the mix.
 
 Per decoder layer. Parameters: ``M N + 2 C`` (1,060 for C = 512 and 6 layers), fine-grained ``M N C + 2 C``
@@ -76,7 +76,7 @@ class LayerAttention(nn.Module):
             self.register_buffer("ffn_norm_first", torch.tensor(True))
 
     def forward(self, states: list[Tensor]) -> Tensor:
-        """What the decoder's layers attend to, side by side: ... x (M C), from N states of ... x C.
+        """Mix N states of ... x C for each decoder layer, concatenated: ... x (M C).
 
         With the embedding layer the first state is the scaled embedding.
         """

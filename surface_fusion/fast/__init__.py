@@ -1,1 +1,1 @@
-"""The fast path: same numbers as the plain modules, fewer kernels, less memory."""
+"""The fast path: same results as the plain modules with fewer kernels and less memory."""

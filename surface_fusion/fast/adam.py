@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay as in fairseq's ``adam``: the formula, and torch's kernel for it.
+"""Adam with decoupled weight decay as in fairseq's ``adam``: a plain version and torch's fused kernel.
 
 w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
 
@@ -26,7 +26,7 @@ def plain_adam(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """The formula, for the update number *steps* >= 1: t."""
+    """Update number *steps* (t in the formula, >= 1), computed by the formula."""
     beta1, beta2 = betas
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -47,9 +47,9 @@ def fused_adam(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """:func:`plain_adam` by torch's kernel, which divides by sqrt(v / (1 - beta2^t)) + eps.
+    """Same as :func:`plain_adam`, computed by torch's fused kernel.
 
-    That is the same with an epsilon of eps / sqrt(1 - beta2^t).
+    The kernel divides by sqrt(v / (1 - beta2^t)) + eps; an epsilon of eps / sqrt(1 - beta2^t) gives the same.
     """
     beta1, beta2 = betas
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
@@ -58,4 +58,4 @@ def fused_adam(
     settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
     settings |= {"weight_decay": weight_decay, "amsgrad": False, "maximize": False}
     torch._fused_adamw_(*tensors, **settings)  # type: ignore[call-overload]
-    torch.autograd.graph.increment_version(weights)  # which the kernel does not
+    torch.autograd.graph.increment_version(weights)  # the kernel does not do it

@@ -1,8 +1,8 @@
 """Attention over packed rows: sentence i of the queries reads sentence i of the keys.
 
-``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d: on a GPU
-without ever padding (``attention_kernels.py``), elsewhere and as the oracle with sentences padded for
-``scaled_dot_product_attention``.
+Computes ``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d. On a
+GPU the kernels of ``attention_kernels.py`` need no padding. On a CPU, and as the reference in tests,
+sentences are padded for ``scaled_dot_product_attention``.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from surface_fusion.fast.packed import PackedRows, Places
 from surface_fusion.fast.triton_installed import use_kernels
 
 WIDEST_HEAD = 1024
-"""Wider heads do not fit into a multiprocessor; who calls must see to it."""
+"""Maximum width of a head, which must fit into a multiprocessor; callers must check it."""
 
 
 def attend(
@@ -29,14 +29,14 @@ def attend(
     rate: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """What each row of *q* reads: N x H x d.
+    """Attention over packed rows: N x H x d.
 
     Args:
         q: N x H x d, the rows of *queries*.
         k, v: M x H x d, the rows of *keys*.
-        causal: no row sees a later one of its sentence; *keys* must be *queries*.
+        causal: mask the later rows of a sentence; *keys* must be *queries*.
         rate: probability of dropping an attention weight.
-        seed: what decides which, an int32 scalar on the GPU; elsewhere torch's generator does.
+        seed: seed of the dropout on a GPU, an int32 scalar there; on a CPU torch's generator is used.
     """
     if not use_kernels(q):
         return attend_padded(q, k, v, queries, keys, causal=causal, rate=rate)
@@ -46,7 +46,7 @@ def attend(
 def attend_self(
     qkv: Tensor, rows: PackedRows, *, causal: bool, rate: float = 0.0, seed: Tensor | None = None
 ) -> Tensor:
-    """:func:`attend` for queries, keys and values that lie side by side: N x 3 x H x d to N x H x d."""
+    """:func:`attend` for stacked queries, keys and values: N x 3 x H x d to N x H x d."""
     if not use_kernels(qkv):
         q, k, v = _pad(qkv, rows.places).unbind(2)
         return _attend_padded(q, k, v, rows.places, rows.places, causal=causal, rate=rate)
@@ -56,7 +56,7 @@ def attend_self(
 def attend_padded(
     q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, rate: float
 ) -> Tensor:
-    """:func:`attend` by way of padding; waits for the device, which knows the longest sentence."""
+    """:func:`attend` by padding; synchronises to read the length of the longest sentence."""
     q, k, v = _pad(q, queries.places), _pad(k, keys.places), _pad(v, keys.places)
     return _attend_padded(q, k, v, queries.places, keys.places, causal=causal, rate=rate)
 
@@ -107,7 +107,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """:func:`attend` by the kernels."""
+    """:func:`attend` by the Triton kernels."""
 
     @staticmethod
     def forward(
@@ -139,7 +139,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _AttendSelf(torch.autograd.Function):
-    """:func:`attend_self` by the kernels: the gradients need not be put side by side."""
+    """:func:`attend_self` by the Triton kernels, which write the gradients into one stacked tensor."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """Triton: attention over packed rows, forward and backward.
 
-A block of query rows belongs to a few neighbouring sentences, whose keys are neighbours too: the block
-reads the keys from its first sentence's first to its last sentence's last, and a comparison of sentence
-numbers hides what is not its own. Translation's sentences are shorter than a block, so that kernels
-which start a block for each sentence (FlashAttention with sequence boundaries) spend most of
-their time on nothing. The softmax is taken online, as in FlashAttention (Dao et al., 2022,
-https://arxiv.org/abs/2205.14135); backward recomputes it from the saved log-sum-exp.
+A block of query rows covers a few neighbouring sentences, whose keys are neighbours as well. The block reads
+the keys from the start of its first sentence to the end of its last, and masks keys of other sentences by
+comparing sentence numbers. Sentences in translation are shorter than a block, so kernels that start a block
+per sentence (FlashAttention with sequence boundaries) leave most of each block unused. The softmax is
+computed online, as in FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135); backward
+recomputes it from the saved log-sum-exp.
 
 Shapes: queries N x H x D, keys and values M x H x D, the last axis contiguous.
 """
@@ -21,7 +21,7 @@ from surface_fusion.fast.dropout_kernels import keep
 from surface_fusion.fast.packed import PackedRows
 
 UNLIMITED = 2**30
-"""How far beyond its own row a query may look if it need not be causal: one kernel for both."""
+"""Number of later rows that a non-causal query may attend to; lets one kernel serve both cases."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -59,7 +59,7 @@ def _store(
 def _range(
     sentences: tl.tensor, starts: tl.tensor, first: tl.tensor, last: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The rows of the other side that rows *first* to *last* have to do with."""
+    """The range of rows on the other side that belongs to the sentences of rows *first* to *last*."""
     begin = tl.load(starts + tl.load(sentences + first))
     end = tl.load(starts + tl.load(sentences + last) + 1)
     return begin, end

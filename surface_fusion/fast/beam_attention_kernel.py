@@ -1,12 +1,12 @@
-"""Triton: the few hypotheses of a sentence read the keys that they share, one token at a time.
+"""Triton: attention for one decoding step, where the hypotheses of a sentence share keys and values.
 
-torch's kernels are made for many queries: to four of them they give a block of 64, in float32 without tensor
-cores. Here a sentence and head is one small block that reads each key and value once, and none behind the
-last that has been written.
+torch's kernels are made for many queries: they use a block of 64 for four of them, in float32 without tensor
+cores. Here each sentence and head is one small block that reads each key and value once, up to the last
+position written.
 
 Shapes: queries S x H x B x d for S sentences of B hypotheses, keys and values S x H x N x d, the last axis
-contiguous; bias S x 1 x B x N or S x 1 x 1 x N. One compilation, which takes most of a second, does for the
-decoder's own keys and for the source's.
+contiguous; bias S x 1 x B x N or S x 1 x 1 x N. One compilation, which takes most of a second, serves both
+self-attention and encoder attention.
 """
 
 import triton
@@ -65,10 +65,10 @@ def _read_kernel(
 
 
 def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
-    """What each hypothesis reads, heads side by side: S x B x (H d).
+    """Attention output of each hypothesis, heads concatenated: S x B x (H d).
 
     Args:
-        last: 1, int64: key i belongs to position i // B; none behind this position is read.
+        last: 1, int64: the last position to read; key i belongs to position i // B.
     """
     sentences, heads, beam, dim = query.shape
     out = query.new_empty(sentences, beam, heads * dim)

@@ -1,4 +1,4 @@
-"""What a beam search leaves behind, step by step, and the hypotheses that are read out of it at its end.
+"""The back-pointers and scores of a beam search, and the finished hypotheses reconstructed from them.
 
 For S sentences with B hypotheses (lanes) each; ``t`` counts steps as fairseq's loop does.
 """
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class History(NamedTuple):
-    """What happened in T steps: each is T x S x B, but for the last."""
+    """The records of T steps, T x S x B each, except the last field."""
 
     lanes: Tensor
-    """int64: which lane each hypothesis continues."""
+    """int64: back-pointer, the lane that each hypothesis continues."""
     tokens: Tensor
-    """int64: by which token."""
+    """int64: the token it appends."""
     totals: Tensor
     """Its score."""
     ends: Tensor
     """bool: whether the candidate of this rank ends a hypothesis."""
     end_lanes: Tensor
-    """int64: which."""
+    """int64: the lane of that candidate."""
     end_totals: Tensor
     """With what score."""
     attention: Tensor

@@ -1,9 +1,9 @@
-"""fairseq's beam search, all on the device: on a GPU steps are CUDA graphs, and none waits for the host.
+"""Beam search on the device, with captured CUDA graphs and without waiting for the host in a step.
 
-fairseq's own loop launches some fifty operations a step and waits for the device three times: of 3.0 ms a
-step that 128 sentences with a beam of 4 take (fp16, H200), the GPU works 1.5. Here a step is the decoder's,
-the output layer's and the choice among all continuations, and leaves behind who continued whom. The host
-only learns, a step later, how many sentences are left; what they are is read back at the end.
+fairseq's loop launches about fifty operations per step and synchronises three times: of 3.0 ms per step for
+128 sentences with a beam of 4 (fp16, H200), the GPU is busy for 1.5 ms. Here a step consists of the decoder,
+the output layer and the selection of the best continuations, and it stores back-pointers. The host reads only
+the number of unfinished sentences, one step late; the hypotheses are read back at the end.
 
 For S sentences with B hypotheses (lanes) each, of vocabulary V; ``t`` counts steps as fairseq's loop does.
 """
@@ -25,11 +25,11 @@ MOST_LOGITS = 2**27
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be chosen; names and meaning are those of fairseq's ``SequenceGenerator``."""
+    """Constraints on the tokens; names and meaning are those of fairseq's ``SequenceGenerator``."""
 
     eos: int
     never: tuple[int, ...]
-    """Tokens that are not chosen."""
+    """Tokens that are never selected."""
     unk: int
     unk_penalty: float
     temperature: float
@@ -37,14 +37,14 @@ class Rules:
     max_len: int
     """Tokens before the end."""
     with_attention: bool
-    """Whether what the last layer reads of the source is kept."""
+    """Whether to keep the last layer's attention to the source."""
 
 
 class Beams:
-    """The search on one cache: what a step reads and writes.
+    """The state of the search on one cache, which a step reads and writes.
 
     Attributes:
-        left: 1, int64: how many sentences have fewer than B hypotheses that have ended.
+        left: 1, int64: the number of sentences with fewer than B finished hypotheses.
     """
 
     @torch.inference_mode(False)
@@ -146,7 +146,7 @@ class Beams:
             best.append(found)
         scores, chosen = (torch.cat(x) for x in zip(*best, strict=True))
         if live is not None:
-            # Else the C library gives the memory back, and the next step faults each page anew.
+            # Otherwise the C library returns the memory to the system, and each step faults it in again.
             self._held = held
             scores = scores.new_zeros(len(self.ended), 2 * beam).index_copy_(0, live, scores)
             chosen = chosen.new_zeros(len(self.ended), 2 * beam).index_copy_(0, live, chosen)
@@ -186,7 +186,7 @@ def _best(
     log_probs = model.get_normalized_probs((logits, None), log_probs=True)[:, -1]
     totals = log_probs.nan_to_num_(-torch.inf, torch.inf, -torch.inf).add_(penalties)
     totals = totals.unflatten(0, scores.shape)
-    # Which of equal ones topk prefers hangs on how many there are: here as many as in fairseq's search.
+    # topk's choice among ties depends on the input size: use the same size as fairseq's search.
     among = totals[:, 0].contiguous() if first else totals.add_(scores.unsqueeze(-1)).flatten(1)
     best = among.topk(2 * scores.shape[1])
     return totals, best.values, best.indices
@@ -211,7 +211,7 @@ class Search:
         self._done: list[tuple[int, Tensor, History]] = []
 
     def run(self, bos: int) -> Hypotheses:
-        """Search until each sentence has its hypotheses, or the longest may not be longer."""
+        """Search until each sentence has B finished hypotheses or the maximum length is reached."""
         state, steps, since = self.state, self.rules.max_len + 1, 0
         beams = self._beams()
         beams.begin(self.rules, self.sentences, bos)

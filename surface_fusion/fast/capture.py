@@ -1,4 +1,4 @@
-"""Recording a CUDA graph."""
+"""Capture CUDA graphs."""
 
 import gc
 from collections.abc import Callable
@@ -10,18 +10,19 @@ Result = TypeVar("Result")
 
 
 def capture(work: Callable[[], Result], stream: Any, pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """The kernels that *work* launches as a graph, and what it returns; nothing is computed.
+    """Capture the kernels that *work* launches; return the graph and the result of *work*.
 
-    Unlike ``torch.cuda.graph`` this does not collect garbage and empty the allocator's cache each time:
-    seconds over all graphs. And none is collected in between: to free another model's graphs would end it.
+    The kernels do not run. Unlike ``torch.cuda.graph`` this does not collect garbage and empty the
+    allocator's cache for each graph, which would take seconds over all graphs. Garbage collection is disabled
+    during the capture: freeing another model's graphs would invalidate it.
 
     Args:
-        work: launches on the current stream and waits for nothing.
-        stream: a side stream to record on.
-        pool: the graph's memory.
+        work: launches on the current stream without synchronising.
+        stream: a side stream to capture on.
+        pool: the graph's memory pool.
 
     Raises:
-        RuntimeError: *work* did what cannot be recorded.
+        RuntimeError: *work* ran an operation that cannot be captured.
     """
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream(stream.device)

@@ -1,8 +1,8 @@
-"""Compile the kernels of a training step side by side, while fairseq prepares for the training.
+"""Compile the kernels of a training step in parallel while fairseq prepares the training.
 
-A kernel takes Triton most of a second, and a step has a dozen. Nearly all of it holds Python's global lock,
-so each is compiled in a child process of its own, forked as torch's data loader forks its workers. They
-leave the result in Triton's cache on disk, where this process finds it.
+Triton takes most of a second per kernel, and a step has a dozen. Compilation holds Python's global lock most
+of the time, so each kernel is compiled in a child process, forked as torch's data loader forks its workers.
+The children write to Triton's cache on disk, from which this process loads the result.
 """
 
 import gc
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = 64
 PATIENCE = 60.0
-"""Seconds after which a child is given up."""
+"""Seconds after which a child process is terminated."""
 
 Job = Callable[[], Any]
 
@@ -95,7 +95,7 @@ def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
 
     from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
 
-    # A kernel's key in the cache hangs on which was asked for its own before, so all are asked here.
+    # A kernel's cache key depends on which keys were computed before, so all are computed here.
     for module in (attention_kernels, elementwise_kernels, softmax_kernels):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
@@ -151,7 +151,7 @@ class _Elsewhere:
 class Compilation:
     """Compiling all kernels of a training step while this process does something else.
 
-    A failure is logged: whoever needs the kernel will meet it again.
+    A failure is logged; it is raised again when the kernel is needed.
 
     Args:
         model: wherever it is.

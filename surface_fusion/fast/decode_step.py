@@ -1,13 +1,13 @@
-"""One token for every hypothesis: the decoder's step on caches that never move.
+"""One decoding step for all hypotheses, on caches that are not reordered.
 
-The B hypotheses of a sentence share one pool of keys and values: position t holds what each of the B
-lanes wrote then. When beam search continues hypothesis j in lane k, no key moves; only the *ancestry* of
-lane k becomes that of j: which lane wrote position t of its prefix. Attention reads the whole pool, and
-what is not in a lane's ancestry is masked. So the caches of all layers need no reordering, and a
+The B hypotheses (lanes) of a sentence share one pool of keys and values; position t holds the keys that each
+of the B lanes wrote in step t. When beam search continues hypothesis j in lane k, no key moves. Only the
+*ancestry* of lane k is replaced by that of j: it stores which lane wrote position t of the prefix. Attention
+reads the whole pool and masks what is not in a lane's ancestry. So no layer's cache needs reordering, and a
 sentence's keys, like those of its source, are read once for all its hypotheses.
 
-All shapes are those of the cache, of which S sentences x B lanes = R rows, and nothing waits for the
-device: a step can be captured in a CUDA graph.
+All shapes are those of the cache, S sentences x B lanes = R rows, and a step does not synchronise, so it can
+be captured in a CUDA graph.
 """
 
 import math
@@ -23,7 +23,7 @@ from surface_fusion.fast.groups import layers_of
 from surface_fusion.fast.triton_installed import use_kernels
 
 NARROW_HEAD = 128
-"""What our kernel reads; wider ones, as the surface's single head is by default, are left to torch."""
+"""Head widths that the Triton kernel supports; torch handles wider ones, as the surface's single head."""
 
 
 class StepOut(NamedTuple):

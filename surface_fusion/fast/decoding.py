@@ -1,14 +1,14 @@
-"""Incremental decoding with few kernels and nothing copied per step.
+"""Fast incremental decoding: few kernels, and no copies per step.
 
-``SurfaceFusionDecoder.forward`` comes here when fairseq's generator decodes token by token, and
-``beam_search.py`` with a search of its own. The step is that of ``decode_step.py``. On CUDA its shapes are
-rounded up so that few occur; the first step of a shape runs as it is, the second is captured in a CUDA graph,
-all further ones replay it. On the CPU shapes are exact. With fairseq's search the output layer stays
-outside, so that only rows that are searched are projected.
+``SurfaceFusionDecoder.forward`` uses it when fairseq's generator decodes token by token, and
+``beam_search.py`` uses it for its own search. ``decode_step.py`` implements the step. On CUDA, shapes are
+rounded up so that few occur; the first step of a shape is a warm-up, the second is captured in a CUDA graph,
+and later ones replay it. On the CPU shapes are exact. With fairseq's search the output layer runs outside, so
+that only active rows are projected.
 
-fairseq's search reorders hypotheses within their sentence and drops sentences that are finished. That
-is taken for granted where the encoder's output was repeated the way fairseq does it; any other caller
-may reorder rows as it likes, and pays for it with copies.
+fairseq's search reorders hypotheses within their sentence and drops finished sentences. This is assumed if
+the encoder's output was repeated as fairseq does it; other callers may reorder rows freely, which needs
+copies.
 """
 
 import logging
@@ -43,7 +43,7 @@ def round_up(n: int) -> int:
 
 
 class Recorded:
-    """A step in a CUDA graph, its results, and what it reads that might otherwise be freed."""
+    """The captured graph of a step, its results, and references to the tensors that it reads."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, out: StepOut | None, positions: Tensor | None) -> None:
         self.graph, self.out, self.positions = graph, out, positions
@@ -83,13 +83,13 @@ class DecodeState:
 
 
 class FastDecoding:
-    """The caches, graphs and joined weights of one decoder, made when needed.
+    """The caches, captured graphs and joined weights of one decoder, created on demand.
 
-    They are no part of the model: a copy or a pickle starts without them.
+    They are not part of the model: a copied or pickled model starts without them.
 
     Attributes:
-        static: round shapes up as graphs need it; by default where the decoder is on CUDA.
-        graphs: record graphs on CUDA; off from the first failure on.
+        static: round shapes up, as captured graphs need; by default if the decoder is on CUDA.
+        graphs: capture graphs on CUDA; false after the first failure.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class FastDecoding:
         return FastDecoding, ()
 
     def release(self) -> None:
-        """Give all memory back; parameters may change from here on."""
+        """Free all memory; parameters may change afterwards."""
         self._leases: list[Lease] = []
         self._weights: FusedWeights | None = None
         self._signature: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class FastDecoding:
     def begin(
         self, decoder: Any, tokens: Tensor, encoder_out: Mapping[str, list[Tensor]]
     ) -> DecodeState | None:
-        """The state for a new batch, or None (with a word in the log) where the modules must decode.
+        """Return the state for a new batch, or None if the regular modules must decode; logs the reason.
 
         Args:
             decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
@@ -196,14 +196,14 @@ class FastDecoding:
         return length, source
 
     def must_move(self, state: DecodeState, sentences: int | None) -> bool:
-        """Whether the cache is full, or too large for so many sentences (None: unknown) to go on with."""
+        """Whether the cache is full, or too large for the remaining sentences (None: unknown)."""
         cache = state.lease.cache
         most = (0.25 if self._is_static(state.slots) else 0.75) * cache.sentences
         too_large = sentences is not None and cache.sentences > 1 and sentences <= most
         return state.decoded == cache.length or too_large
 
     def reorder(self, decoder: Any, state: DecodeState, new_order: Tensor) -> None:
-        """Row i becomes row ``new_order[i]``; sentences that are not in it have ended."""
+        """Reorder: row i becomes row ``new_order[i]``; sentences that are not in it are finished."""
         if not state.searched:
             self.move(decoder, state, state.slots.index_select(0, new_order))
             return

@@ -1,8 +1,8 @@
-"""Triton: which elements dropout keeps, from a seed and the element's place.
+"""Triton: the dropout mask, computed from a seed and the element's index.
 
-Backward asks again instead of reading a mask back. The generator is a 32-bit integer hash applied
-twice (Wellons' ``lowbias32``, https://nullprogram.com/blog/2018/07/31/), eight instructions an element
-where torch's Philox takes eighty.
+Backward recomputes the mask instead of loading it. The generator is a 32-bit integer hash applied twice
+(Wellons' ``lowbias32``, https://nullprogram.com/blog/2018/07/31/): eight instructions per element, where
+torch's Philox takes eighty.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""What surrounds the products of a Transformer layer, with as few passes over the rows as can be.
+"""The elementwise operations around the matrix products of a Transformer layer, fused into few passes.
 
-On a GPU by the kernels of ``elementwise_kernels.py``; elsewhere, and as the oracle, as torch has it.
-Rows are N x C. *seed* is an int32 scalar on the GPU that says what the kernels drop.
+On a GPU they use the kernels of ``elementwise_kernels.py``; on a CPU, and as the reference in tests, torch's
+operations. Rows are N x C. *seed*, an int32 scalar on the GPU, is the seed of the kernels' dropout.
 """
 
 import math
@@ -15,14 +15,14 @@ from torch import Tensor
 from surface_fusion.fast.triton_installed import use_kernels
 
 WIDEST_ROW = 8192
-"""The kernels hold rows whole."""
+"""Maximum row width; a kernel holds a complete row."""
 
 
 def drop(x: Tensor, rate: float) -> Tensor:
     """Dropout in training.
 
-    On a CPU torch draws a double for each element, which takes as long as a matrix product. Here it is 16
-    bits, so that the rate is right to 1/65,536.
+    On a CPU torch draws a double per element, which takes as long as a matrix product. This draws 16 bits, so
+    the rate is exact to 1/65,536.
     """
     if rate <= 0:
         return x
@@ -41,7 +41,7 @@ def project_add_norm(
     rate: float = 0.0,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``s = residual + dropout(x W^T + b)`` and ``LayerNorm(s)``: what ends each sublayer.
+    """``s = residual + dropout(x W^T + b)`` and ``LayerNorm(s)``, the end of each sublayer.
 
     Args:
         x: N x D.

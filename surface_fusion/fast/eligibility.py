@@ -1,4 +1,4 @@
-"""Which models the fast paths know, and why not the others."""
+"""Decide whether the fast paths support a model, and give the reason if they do not."""
 
 from typing import Any
 
@@ -35,14 +35,14 @@ DECODER_MODULES = {
     *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
     *(WordDropout, CombinedLayers, DLCL, Dense, nn.ParameterList),
 }
-"""What incremental decoding knows how to compute."""
+"""Activation functions that fast incremental decoding supports."""
 
 SCALES = ("attn_ln", "c_attn", "ffn_layernorm", "w_resid")
-"""What ``--scale-attn`` and its like add to a layer, which no fast path knows."""
+"""Attributes that ``--scale-attn`` and similar flags add to a layer; no fast path supports them."""
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside fairseq's distributed wrappers."""
+    """Return the model inside fairseq's distributed wrappers."""
     while not hasattr(type(model), "build_model") and hasattr(model, "module"):
         model = model.module
     return model
@@ -51,7 +51,7 @@ def unwrapped(model: Any) -> Any:
 def accumulating(model: Any) -> bool:
     """Whether more batches of this update follow: fairseq's trainer runs all but the last in ``no_sync()``.
 
-    *model* may be inside distributed wrappers; outside of them nobody knows, and it is False.
+    *model* may be in distributed wrappers; without them this is unknown, and the result is False.
     """
     theirs = getattr(model, "accumulate_grads", False)  # fairseq's wrapper; torch's has the other
     return theirs or not getattr(model, "require_backward_grad_sync", True)
@@ -63,7 +63,7 @@ def why_not_fused(model: Any) -> str | None:
     *model* may be inside distributed wrappers.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return "--ddp-backend fully_sharded"  # outside of its modules a parameter is not there
+        return "--ddp-backend fully_sharded"  # parameters are sharded outside of the modules' forward
     model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     cfg = getattr(decoder, "cfg", None)

@@ -1,7 +1,7 @@
-"""The encoder's output in beam search, one entry a sentence however many hypotheses read it.
+"""Lazy reordering of the encoder's output in beam search.
 
-fairseq repeats the encoder's output for every hypothesis before the first step and reorders it before
-each further one. The fast decoder needs neither; here they happen when a plain one asks.
+fairseq repeats the encoder's output for every hypothesis before the first step and reorders it before each
+later one. The fast decoder needs neither, so they are done only when an entry is accessed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ TIME_FIRST = ("encoder_out", "encoder_states")
 
 
 class ReorderedEncoderOut(Mapping[str, list[Tensor]]):
-    """What fairseq's ``reorder_encoder_out(sentences, rows)`` returns, made on demand.
+    """The result of fairseq's ``reorder_encoder_out(sentences, rows)``, gathered on first access.
 
     Args:
         sentences: the encoder's output for S sentences.

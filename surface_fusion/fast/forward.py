@@ -1,9 +1,9 @@
-"""fairseq's Transformer with surface fusion on packed rows: what a training step computes.
+"""Forward of fairseq's Transformer with surface fusion on packed rows, for the training step.
 
-The same function of the same parameters as the modules' own forward (the oracle), with fewer and
-larger products: q, k and v of a self-attention are one, k and v of all decoder layers' attentions to the
-encoder are one, and both branches pass the output's feed-forward layer together. Rows are N x C, see
-``packed.py``; single layers are in ``layers.py``.
+It computes the same function of the same parameters as the modules' forward (the reference in tests), with
+fewer and larger matrix products: one for q, k and v of a self-attention, one for k and v of all decoder
+layers' attentions to the encoder, and one pass of the output's feed-forward layer for both branches. Rows are
+N x C, see ``packed.py``; ``layers.py`` implements single layers.
 """
 
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class PackedTransformer(PackedLayers):
             x = self._linear(x, stack.project_in_dim)
         if stack.embed_positions is not None:
             if hasattr(stack.embed_positions, "weights"):
-                # Kept: the module may replace its table by a longer one while graphs read this one.
+                # Keep a reference: the module may replace its table by a longer one while graphs read it.
                 table = self._known.setdefault(id(stack), stack.embed_positions.weights)
             else:
                 table = self._of(stack.embed_positions.weight)

@@ -1,4 +1,4 @@
-"""The forward of a batch that was launched before the batch came, if everything is still as it was then."""
+"""Keep the result of a forward that was launched ahead, and use it if nothing has changed since."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,23 +15,23 @@ logger = logging.getLogger(__name__)
 Outcome = TypeVar("Outcome")
 
 MISSES = 3
-"""So many forwards in a row for nothing, and no other is begun: something changes what they hang on."""
+"""After this many unused forwards in a row, stop launching ahead: something changes their inputs."""
 
 
 @dataclass(frozen=True)
 class Begun(Generic[Outcome]):
-    """A forward, and what it hangs on."""
+    """A forward that was launched ahead, and the state that it depends on."""
 
     tokens: Sequence[Tensor]
     versions: list[int]
-    """Of the parameters, and of the tokens."""
+    """Versions of the parameters and of the tokens."""
     drawn: tuple[Tensor, Tensor]
     """States of the generator of random numbers, before it and after."""
     outcome: Outcome
 
 
 class ForwardAhead(Generic[Outcome]):
-    """Keeps one forward that was begun, until it is taken.
+    """Stores one forward that was launched ahead until it is taken.
 
     Args:
         flat: the parameters.
@@ -51,9 +51,9 @@ class ForwardAhead(Generic[Outcome]):
         return self._missed < MISSES
 
     def begin(self, tokens: Sequence[Tensor], seed: int, run: Callable[[], Outcome]) -> None:
-        """Run the forward *run* of a batch of *tokens*, with the random numbers of *seed*.
+        """Run the forward *run* of a batch of *tokens* with the random seed *seed*.
 
-        What else is drawn before the batch comes is as if it had not been run.
+        Restores the random number generator, so other draws are not affected.
         """
         self._missed += 1  # until it is taken
         self._begun = None
@@ -67,10 +67,10 @@ class ForwardAhead(Generic[Outcome]):
             self._generator.set_state(before)
 
     def take(self, tokens: Sequence[Tensor]) -> Outcome | None:
-        """What :meth:`begin` found for *tokens*, if that is what a run would find now; else None.
+        """Return the result of :meth:`begin` for *tokens* if it is still valid, else None.
 
-        Parameters and tokens must not have changed (by what torch counts, which changes of ``.data`` are
-        not), and the generator must have been given the same seed, and nothing have been drawn since.
+        It is valid if parameters and tokens have not changed (by torch's version counters, which miss changes
+        through ``.data``), and the generator was seeded with the same seed and not used since.
         """
         begun, self._begun = self._begun, None
         if begun is None:
@@ -81,7 +81,9 @@ class ForwardAhead(Generic[Outcome]):
             or not self._generator.get_state().equal(begun.drawn[0])
         ):
             if not self.pays:
-                logger.info("forwards are not begun early any more: parameters or batches change in between")
+                logger.info(
+                    "forwards are no longer launched ahead: parameters or batches change between updates"
+                )
             return None
         self._missed = 0
         self._generator.set_state(begun.drawn[1])

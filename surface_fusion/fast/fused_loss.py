@@ -10,11 +10,11 @@ from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_
 def fused_losses(
     decoder: Any, features: Tensor, sample: dict[str, Any], *, smoothing: float, ignore_prefix_size: int
 ) -> LinearCrossEntropy:
-    """Summed over the target tokens that are not padding.
+    """Compute losses summed over the non-padding target tokens.
 
     Args:
         decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
-        features: what it returns with ``features_only``: B x T x C, or B x T x 2 x C.
+        features: its output with ``features_only``: B x T x C, or B x T x 2 x C.
         sample: a batch as fairseq collates it.
         smoothing: label smoothing epsilon.
         ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
@@ -23,9 +23,9 @@ def fused_losses(
     keep = target.ne(decoder.padding_idx)
     weight = keep.float()
     weight[:, :ignore_prefix_size] = 0
-    # Real tokens first, in order: their number is known without asking the GPU.
+    # Real tokens first, in order: sample["ntokens"] is their number, so no synchronisation is needed.
     rows = keep.flatten().byte().argsort(descending=True, stable=True)[: sample["ntokens"]]
-    features, target, weight = (x.flatten(0, 1)[rows] for x in (features, target, weight[..., None]))
+    features, target, weight = features.flatten(0, 1)[rows], target.flatten()[rows], weight.flatten()[rows]
     gate: Tensor | float | None = None
     if features.dim() == 3:
         gate = decoder.cfg.sf_gate
@@ -35,7 +35,7 @@ def fused_losses(
         features,
         decoder.output_projection.weight,
         target,
-        weight.squeeze(-1),
+        weight,
         smoothing=smoothing,
         gate=gate,
     )

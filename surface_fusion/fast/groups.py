@@ -1,7 +1,7 @@
-"""Which parameters lie side by side in the flat buffer, so that several products become one.
+"""Store parameters next to each other in the flat buffer, so that several products become one.
 
-``[q; k; v]`` of a self-attention, and ``[k; v]`` of all decoder layers' attentions to the encoder, which
-read the same input. Names and shapes in checkpoints do not change.
+This applies to ``[q; k; v]`` of a self-attention and to ``[k; v]`` of all decoder layers' attentions to the
+encoder, which read the same input. Names and shapes in checkpoints do not change.
 """
 
 from typing import Any
@@ -19,15 +19,15 @@ def group_parameters(model: Any) -> None:
 
 
 def self_projections(layer: Any) -> list[Any]:
-    """q, k and v of a layer's attention to itself."""
+    """q, k and v of a layer's self-attention."""
     attention = layer.self_attn
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 def memory_projections(decoder: Any) -> dict[int, list[Any]]:
-    """k and v of the decoder's attentions to the encoder, in turn, by the encoder layer they read.
+    """k and v of the decoder's attentions to the encoder, by the encoder layer that they read.
 
-    That is -1, the encoder's output, for all, or each layer's own with layer-wise attention.
+    The key is -1, the encoder's output, for all of them; with layer-wise attention each has its own.
     """
     found: dict[int, list[Any]] = {}
     for layer in layers_of(decoder):
@@ -39,7 +39,7 @@ def memory_projections(decoder: Any) -> dict[int, list[Any]]:
 
 
 def layers_of(stack: Any) -> list[Any]:
-    """All layers, also those that LayerDrop would drop, without what FSDP wraps them in."""
+    """All layers, including those that LayerDrop would drop, without FSDP wrappers."""
     return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]
 
 

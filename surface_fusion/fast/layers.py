@@ -1,7 +1,7 @@
-"""The layers of a Transformer on packed rows: parameters as leaves, sublayers, and what travels between them.
+"""The layers of a Transformer on packed rows: parameters as autograd leaves, and sublayers.
 
-Rows are N x C, see ``packed.py``. What ends a sublayer (residual, dropout, LayerNorm) is one operation, so
-that a sublayer hands the next one what it reads; see ``elementwise.py``.
+Rows are N x C, see ``packed.py``. The end of a sublayer (residual, dropout, LayerNorm) is one operation, so a
+sublayer returns the input of the next one; see ``elementwise.py``.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from surface_fusion.fast.packed import PackedRows
 
 
 class Stream(NamedTuple):
-    """What travels through a stack: N x C each.
+    """The state that layers of a stack pass on, N x C each.
 
     Attributes:
-        residual: to which a sublayer's result is added.
-        read: what the next sublayer reads, normed or not.
+        residual: the residual stream, to which a sublayer's result is added.
+        read: the input of the next sublayer, normalised or not.
         states: the stack's input and its layers' outputs.
         kept: of them, where layers read combinations.
     """
@@ -58,7 +58,7 @@ class PackedLayers:
         self.training = True
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        """Where the gradient of each leaf is added."""
+        """The views of the flat gradient to which the gradient of each leaf is added."""
         self._known: dict[Any, Tensor] = {}
         self._seeds: Iterator[Tensor] | None = None
 
@@ -78,7 +78,7 @@ class PackedLayers:
         return self._leaf(id(parameter), parameter, self.flat.view(parameter, self.flat.grad))
 
     def _call(self, module: nn.Module, *args: Any) -> Tensor:
-        """A module that is small or rare, by its own forward."""
+        """Apply a small or rare module by its own forward."""
         parameters = {name: self._of(parameter) for name, parameter in module.named_parameters()}
         result: Tensor = functional_call(module, parameters, args)
         return result
@@ -87,7 +87,7 @@ class PackedLayers:
         return F.linear(x, self._of(module.weight), None if module.bias is None else self._of(module.bias))
 
     def _linears(self, x: Tensor, modules: list[Any]) -> Tensor:
-        """Several linear maps of the same rows, side by side in the result."""
+        """Apply several linear maps to the same rows and concatenate the results."""
 
         def together(parameters: list[Any]) -> Tensor:
             name = parameters[0].flat_group[0]
@@ -103,7 +103,7 @@ class PackedLayers:
     # Sublayers
 
     def _seed(self) -> Tensor | None:
-        """What the next kernel drops by; one draw from torch's generator serves a whole forward."""
+        """Return the dropout seed of the next kernel; a forward draws once from torch's generator."""
         return next(self._seeds) if self._seeds is not None else None
 
     def _drop(self, x: Tensor, module: Any) -> Tensor:
@@ -115,7 +115,7 @@ class PackedLayers:
     def _end_sublayer(
         self, x: Tensor, projection: Any, residual: Tensor, norm: Any, layer: Any
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after a sublayer that ends in *projection*, and what the next one reads."""
+        """Finish a sublayer that ends in *projection*; return the residual stream and the next input."""
         rate = self._rate(layer.dropout_module)
         if norm is None:
             residual = residual + drop(self._linear(x, projection), rate)
@@ -130,7 +130,7 @@ class PackedLayers:
         return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
 
     def _begin(self, x: Tensor, stack: Any) -> Stream:
-        """The stack's input, and what its first layer reads."""
+        """Return the state at the stack's input."""
         stream = Stream(x, x, [], [])
         if stack.combination is None:
             norm = norm_before(stack, 0)
@@ -151,7 +151,7 @@ class PackedLayers:
         return stream._replace(states=[*stream.states, residual])
 
     def _combined(self, stream: Stream, stack: Any) -> Stream:
-        """After ``encoder_fusion/stack.py``: a layer reads what is made of all outputs before it."""
+        """Combine all outputs so far into the input of a layer, as ``encoder_fusion/stack.py`` does."""
         kept, depth = list(stream.kept), len(stream.kept)
         x = self._call(stack.combination, stream.residual, kept)
         norm = norm_before(stack, depth)

@@ -12,13 +12,13 @@ single   N x C          sum_n w_n ce(E x_n)
 paired   N x 2 x C      sum_n w_n (g ce(E h_n) + (1-g) ce(E r_n)), published hard fusion
 =======  =============  =============================================================
 
-The logits exist for a chunk of rows at a time. While they do, they become their own gradient G in
-place, and both products of the backward pass, G E and G^T X, are taken: three GEMMs a chunk and one
-kernel between them. ``backward`` only multiplies by the incoming gradient, which holds the loss scale.
+Logits are computed for one chunk of rows at a time. A kernel overwrites them with their gradient G, and both
+products of the backward pass, G E and G^T X, are computed at once: three GEMMs and one kernel per chunk.
+``backward`` only multiplies by the incoming gradient, which includes the loss scale.
 
-float16: G was made without the loss scale, so it is kept in a unit of its own (``max |w| / 1024``),
-in which 1e-6, a smoothing term's size, still has all its bits; the products are summed and kept in
-float32; incoming gradient and unit are applied there, before the cast to float16.
+float16: G is computed without the loss scale, so it is stored in units of ``max |w| / 1024``, in which 1e-6,
+the size of a smoothing term, keeps full precision. The products are accumulated in float32; the incoming
+gradient and the unit are applied there, before the cast to float16.
 """
 
 import importlib.util
@@ -61,8 +61,8 @@ def linear_cross_entropy(
 ) -> LinearCrossEntropy:
     """Label-smoothed cross entropy of the logits ``features @ weight.T``, see the module's head.
 
-    Gradients reach *features*, *weight* and *gate*; under ``torch.no_grad`` none is computed. Nothing waits
-    for the device.
+    It is differentiable in *features*, *weight* and *gate*; under ``torch.no_grad`` no gradient is computed.
+    It does not synchronise.
 
     Args:
         features: N x C, or N x 2 x C: the pair (h, r) of hard fusion.
@@ -101,7 +101,7 @@ def linear_cross_entropy_plain(
     smoothing: float,
     gate: Tensor | float | None = None,
 ) -> LinearCrossEntropy:
-    """The same as the formula has it, all N x V log-probabilities in float32: what is right."""
+    """Reference implementation by the formula, with all N x V log-probabilities in float32."""
     lprobs = log_softmax(F.linear(features, weight))
     if gate is not None:
         g = at_least_float32(gate).unsqueeze(-1) if isinstance(gate, Tensor) else gate
@@ -126,7 +126,7 @@ def softmax_rows_torch_(
     sums: Tensor,
     with_gradient: bool,
 ) -> None:
-    """Losses of a chunk into *sums*, and in *logits* their gradient, in place.
+    """Write the losses of a chunk to *sums*, and overwrite *logits* with their gradient.
 
     Args:
         logits: n x 1 x V or n x 2 x V; overwritten, by ``w share (softmax - q) / unit`` if *with_gradient*,
@@ -171,7 +171,7 @@ def softmax_rows_torch_(
 
 @cache
 def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel of a device."""
+    """The implementation for a device."""
     if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton"):
         from surface_fusion.fast.softmax_kernels import softmax_rows_
 

@@ -1,11 +1,11 @@
-"""A batch without padding: the tokens of all sentences in one row after another.
+"""Packed batches: the tokens of all sentences concatenated, without padding.
 
-fairseq pads a batch of B sentences to B x T. Here each side is N rows, ``starts[i]`` to ``starts[i + 1]``
-being sentence i, so that no product is taken with padding and the shape of a batch is one number.
+fairseq pads a batch of B sentences to B x T. Here each side has N rows, and rows ``starts[i]`` to
+``starts[i + 1]`` are sentence i. No product includes padding, and one number is the shape of a side.
 
-For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. What is
-left over becomes sentences of padding tokens, which only see each other and have weight zero in the loss:
-every row belongs to some sentence, so nothing is ever left unwritten.
+For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. The
+remaining rows form sentences of padding tokens, which attend only to themselves and have weight zero in the
+loss. So every row belongs to a sentence and is written.
 """
 
 import math
@@ -24,8 +24,8 @@ class PackedRows:
 
     Attributes:
         tokens: N.
-        sentence: which sentence each row is of, N.
-        positions: place in the sentence from 0, N.
+        sentence: index of each row's sentence, N.
+        positions: position in the sentence from 0, N.
         starts: first row of each sentence and the end of the last, slots + 1.
     """
 
@@ -36,7 +36,7 @@ class PackedRows:
 
     @cached_property
     def places(self) -> "Places":
-        """Where padding would put the rows; waits for the device, which knows the longest sentence."""
+        """The places of the rows in a padded batch; synchronises to read the longest sentence."""
         lengths = self.starts.diff()
         width = int(lengths.max())
         columns = torch.arange(width, device=lengths.device)
@@ -62,7 +62,7 @@ class Places(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether nothing is padding."""
+        """Whether there is no padding."""
         return self.rows == self.real.numel()
 
 
@@ -76,7 +76,7 @@ class PackedBatch:
 
 
 def pack(src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int) -> PackedBatch:
-    """The batch without its padding, on the CPU or where a synchronisation does not matter.
+    """Pack a batch on the CPU, or where a synchronisation does not matter.
 
     Args:
         src_tokens: B x S, padded on either side.
@@ -124,11 +124,11 @@ class Capacity:
 
 
 SPARE = 32
-"""So many sentences share the rows that a capacity leaves over: none is long, and none is empty."""
+"""Number of padding sentences that share the remaining rows, so that none is long or empty."""
 
 
 def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) -> Capacity:
-    """The capacity to make for a batch: its size, rounded up to 1/16 of it with padding.
+    """The capacity to capture for a batch: its size, rounded up to 1/16 of the padded size.
 
     Args:
         sentences, src_width, tgt_width: B, S, T.
@@ -156,7 +156,7 @@ def pack_static(
     capacity: Capacity,
     padding_idx: int,
 ) -> PackedBatch:
-    """The batch without its padding, in tensors whose size is *capacity*'s: no synchronisation.
+    """Pack a batch into tensors of the size of *capacity*, without a synchronisation.
 
     Args:
         src_tokens, prev_output_tokens, target: the flattened B x S and B x T matrices, followed by padding

@@ -1,7 +1,7 @@
-"""CUDA graphs of a training step, for batches of the shapes that come.
+"""Captured CUDA graphs of a training step, for the batch shapes that occur.
 
-A graph is a recording of all kernels of one shape, launched at once: fairseq's step takes 60 ms on
-the host however small the batch. Batches go into the smallest recorded :class:`Capacity` that wastes little.
+A captured graph launches all kernels of one shape at once; fairseq's step takes 60 ms on the host even for a
+small batch. A batch runs in the cheapest captured :class:`Capacity` that holds it.
 """
 
 import logging
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDING_ROWS = 35_000
-"""What making a recording costs, in units of :attr:`Capacity.cost` (H200: 1.4 million a second): 0.04 s, as
-the GPU works on a batch meanwhile, and somewhat less, as batches go on to need it."""
+"""Cost of a capture, in units of :attr:`Capacity.cost` (H200: 1.4 million a second): 0.04 s, as
+the GPU works on a batch meanwhile, and slightly less, as later batches will need it too."""
 
 TOGETHER = 16
 """Several processes, which wait for each other, make theirs in the same batch of so many."""
@@ -47,7 +47,7 @@ def _needed(sample: dict[str, Any]) -> Capacity:
 
 
 class Recording:
-    """Forward and backward of one capacity as CUDA graphs, with the tensors that they read and write."""
+    """Captured forward and backward of one capacity, with the tensors that they read and write."""
 
     def __init__(self, step: "PackedStep", capacity: Capacity, stream: Any, pool: Any) -> None:
         self.capacity = capacity
@@ -61,7 +61,7 @@ class Recording:
         self._step = step
 
     def load(self, sample: dict[str, Any]) -> None:
-        """Put *sample* where the graphs read it."""
+        """Copy *sample* to the input tensors of the graphs."""
         parts = tokens_of(sample)
         for static, part in zip(self.tokens, parts, strict=True):
             static[part.numel() :].fill_(self.padding_idx)
@@ -70,7 +70,7 @@ class Recording:
         self.shape.copy_(torch.tensor([sentences, src_width, tgt_width]), non_blocking=True)
 
     def rehearse(self) -> None:
-        """Run once without recording: kernels are compiled and libraries loaded; gradients get zero added."""
+        """Warm up: run once without capture to compile kernels and load libraries; adds zero gradients."""
         device = self.scale.device
         data = self._step.packed.flat.data
         compilation = self._step.compilation or Compilation(
@@ -85,7 +85,7 @@ class Recording:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self) -> None:
-        """Make the graphs."""
+        """Capture the graphs."""
         where = self._stream, self._pool
         self._forward_graph, (self._losses, backward) = capture(self._forward, *where)
         self._backward_graph, _ = capture(lambda: backward(self.scale), *where)
@@ -111,10 +111,11 @@ class Recording:
 
 
 class Graphs:
-    """The recordings made so far, which share their memory: one runs at a time.
+    """The captured graphs, which share their memory pool: one runs at a time.
 
-    A batch takes the cheapest that holds it. Another is made where none does, or when what batches were
-    too small for theirs has added up to the price of one: then while the GPU works on a batch's forward.
+    A batch uses the cheapest graph that holds it. A new one is captured if none does, or if the accumulated
+    cost of batches that were smaller than their graph exceeds the cost of a capture; in the latter case while
+    the GPU is busy with a batch's forward.
     """
 
     def __init__(self, step: "PackedStep") -> None:
@@ -131,11 +132,11 @@ class Graphs:
         return self._recording_for(_needed(sample), sample).run(sample)
 
     def hold(self, sample: dict[str, Any]) -> bool:
-        """Whether one of the recordings holds the batch."""
+        """Whether a captured graph holds the batch."""
         return bool(self._holding(_needed(sample)))
 
     def record_pending(self) -> None:
-        """Make the recording that has paid off, if one has; the device has work meanwhile."""
+        """Capture the graph whose cost is now justified, if there is one, while the device is busy."""
         self._batches += 1
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if self._pending is not None and (alone or self._batches % TOGETHER == 0):

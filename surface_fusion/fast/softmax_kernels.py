@@ -1,4 +1,4 @@
-"""Triton: logits to loss, and to their gradient in place, in two passes over a row.
+"""Triton: compute the loss of logits and overwrite them with their gradient, in two passes over a row.
 
 One program per token. The first pass keeps a running maximum and sum of exponentials ("online
 softmax", Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) and the sum of the logits, of

@@ -1,7 +1,7 @@
-"""The forward and backward of a training step on packed rows, in CUDA graphs where there is a GPU.
+"""Forward and backward of a training step on packed rows, in captured CUDA graphs on a GPU.
 
-The gradient does not travel through the model's own modules: backward adds it to the flat buffer, from where
-``--optimizer flat_adam`` reduces it over processes and takes it. Distributed wrappers are passed by.
+Backward adds the gradient directly to the flat buffer, without the model's modules and distributed wrappers.
+``--optimizer flat_adam`` reduces the buffer over processes and uses it.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,11 +76,10 @@ class PackedStep:
         return losses
 
     def begin(self, sample: dict[str, Any], seed: int) -> bool:
-        """On a GPU, launch the forward of a batch for the :meth:`train` to come, seeded with *seed*.
+        """On a GPU, launch the forward of the batch of the next :meth:`train`, seeded with *seed*.
 
         Returns:
-            Whether that was done: not where it would take a recording, which waits until the batch has come,
-            nor where those begun before were of no use.
+            Whether it was launched: not if a graph must be captured first, nor if earlier ones were not used.
         """
         graphs = self._graphs
         if graphs is None or not self._ahead.pays or not graphs.hold(sample):
@@ -96,7 +95,7 @@ class PackedStep:
         last: bool = True,
         before_last: Callable[[Tensor], None] | None = None,
     ) -> LinearCrossEntropy:
-        """Losses of a sample as fairseq collates it; ``loss.backward()`` leads to the flat buffer.
+        """Losses of a sample as fairseq collates it; ``loss.backward()`` adds to the flat gradient.
 
         Args:
             last: whether this is the last batch of the update. Its backward also averages the gradient
@@ -165,7 +164,7 @@ class PackedStep:
 
 
 class _WithBackward(torch.autograd.Function):
-    """A loss whose backward is a function of ours."""
+    """A loss whose backward calls a given function."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, loss: Tensor, backward: Callable[[Tensor], None]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where our Triton kernels run: on NVIDIA GPUs, and in Triton's interpreter for their tests."""
+"""Decide where Triton kernels run: on NVIDIA GPUs, and in Triton's interpreter for their tests."""
 
 import importlib.util
 import os
@@ -11,5 +11,5 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether kernels are to work on *x*; plain torch does otherwise."""
+    """Whether to use Triton kernels for *x*; otherwise use plain torch."""
     return INSTALLED and (x.is_cuda or INTERPRETED) and x.dtype != torch.float64

@@ -76,7 +76,7 @@ def test_another_model_is_refused_by_parameter_and_file(command, checkpoint, tmp
 
 def test_a_folder_is_not_written_over(command, checkpoint, tmp_path):
     result = command("average", checkpoint, "-o", tmp_path)
-    assert result.status == 2 and "is no file that could be written over" in result.err
+    assert result.status == 2 and "is not a file that could be written over" in result.err
     assert list(tmp_path.iterdir()) == []
 
 

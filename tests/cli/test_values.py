@@ -28,13 +28,13 @@ def refused(command):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (("--label-smoothing", 1.5), "--label-smoothing 1.5 is no probability below 1"),
+        (("--label-smoothing", 1.5), "--label-smoothing 1.5 is not a probability below 1"),
         (("--clip-norm", "nan"), "--clip-norm nan: give a number of at least 0"),
         (("--encoder-layers", -1), "--encoder-layers -1: give a number of at least 0"),
-        (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0 is no probability below 1"),
+        (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0 is not a probability below 1"),
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
         (("--update-freq", 0), "--update-freq 0: give a number of at least 1"),
-        (("--seed", -1), "--seed -1 is no seed: give an integer from 0 to 4000000000"),
+        (("--seed", -1), "--seed -1 is not a seed: give an integer from 0 to 4000000000"),
         (("--encoder-embed-dim", 3, "--encoder-attention-heads", 1), "--encoder-embed-dim 3 is too narrow"),
         (
             ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),
@@ -51,7 +51,7 @@ def test_training(refused, data, tmp_path, flags, line):
 def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
     flags = ("--label-smoothing", 1.5, "--max-update", 1, "--save-dir", tmp_path / "s")
     said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
-    assert said.startswith("--label-smoothing 1.5 is no probability below 1")
+    assert said.startswith("--label-smoothing 1.5 is not a probability below 1")
 
 
 @pytest.mark.parametrize("verb", ["generate", "interactive"])
@@ -84,12 +84,12 @@ def test_generation(refused, data, checkpoint, verb, flags, line):
 def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
     flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
     said = refused(verb, data, *flags)
-    assert said == f"override '{key}' of {checkpoint} is no setting of its model; {advice}"
+    assert said == f"override '{key}' of {checkpoint} is not a setting of its model; {advice}"
 
 
 def test_an_override_of_another_type(refused, data, checkpoint):
     flags = ("--path", checkpoint, "--cpu", "--model-overrides", "{'dropout': 'much'}")
-    assert refused("generate", data, *flags) == "--dropout 'much' is no number; give one"
+    assert refused("generate", data, *flags) == "--dropout 'much' is not a number; give one"
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])
@@ -102,7 +102,7 @@ def test_keywords_of_from_pretrained(checkpoint, data):
     place = (str(checkpoint.parent), checkpoint.name, str(data))
     with pytest.raises(SurfaceFusionError, match="did you mean sf_gate"):
         SurfaceFusionModel.from_pretrained(*place, sf_gat=0.9)
-    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is no probability below 1"):
+    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is not a probability below 1"):
         SurfaceFusionModel.from_pretrained(*place, dropout=1.5)
     hub = SurfaceFusionModel.from_pretrained(*place, sf_gate=0.9, tokenizer="space")
     assert hub.models[0].decoder.cfg.sf_gate == 0.9
@@ -124,7 +124,7 @@ def test_the_same_numbers_in_a_yaml_training(data):
     task = tasks.setup_task(cfg.task)
     model, criterion = task.build_model(cfg.model), task.build_criterion(cfg.criterion)
     cfg.criterion.label_smoothing = 1.5
-    with pytest.raises(SurfaceFusionError, match=r"--label-smoothing 1\.5 is no probability below 1"):
+    with pytest.raises(SurfaceFusionError, match=r"--label-smoothing 1\.5 is not a probability below 1"):
         Trainer(cfg, task, model, criterion)
 
 

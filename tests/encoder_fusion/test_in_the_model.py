@@ -207,7 +207,7 @@ def test_another_methods_checkpoint_is_refused() -> None:
         (("dwatt", "--dwatt-d-pos", "0"), "--dwatt-d-pos 0: widths are positive"),
         (("dwatt", "--no-cross-attention"), "--encoder-fusion dwatt is for a decoder that attends"),
         (("fine-grained", "--layer-wise-attention"), "--layer-wise-attention and --encoder-fusion fine-gr"),
-        (("transparent", "--ta-dropout", "1"), "--ta-dropout 1.0 is no probability below 1"),
+        (("transparent", "--ta-dropout", "1"), "--ta-dropout 1.0 is not a probability below 1"),
     ],
     ids=str,
 )

@@ -136,7 +136,7 @@ def test_it_is_given_up_after_some_in_a_row_for_nothing(
         assert not caplog.text
         use(False)
     assert not ahead.pays
-    assert "forwards are not begun early any more" in caplog.text
+    assert "forwards are no longer launched ahead" in caplog.text
 
 
 def test_what_never_comes_is_for_nothing(ahead: ForwardAhead[Any]) -> None:

@@ -26,7 +26,7 @@ def config(*flags: str) -> SurfaceFusionConfig:
         (("--sf-attention-heads=-1",), "--sf-attention-heads -1 does not divide"),
         (("--sf-idx", "2"), "--sf-idx 2 is out of range for 2 decoder layers; give a value from -2 to 1"),
         (("--sf-idx=-3",), "--sf-idx -3 is out of range for 2 decoder layers"),
-        (("--decoder-layers", "0"), "--sf-idx -1 is out of range for 0 decoder layers"),
+        (("--decoder-layers", "0"), "--surfacefusion att with --decoder-layers 0"),
         (("--sf-mode", "soft", "--sf-renormalize"), "--sf-renormalize belongs to --sf-mode hard; soft is"),
         (
             ("--decoder-output-dim", "8", "--share-decoder-input-output-embed"),

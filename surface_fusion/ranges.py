@@ -67,10 +67,12 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         PROBABILITY,
         """
         dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout ta_dropout
-        source_word_dropout target_word_dropout encoder_layerdrop decoder_layerdrop
-        quant_noise_pq label_smoothing""",
+        source_word_dropout target_word_dropout quant_noise_pq label_smoothing""",
     ),
-    (SHARE, "slowmo_momentum ema_decay block_momentum quant_noise_scalar"),
+    (
+        SHARE,
+        "encoder_layerdrop decoder_layerdrop slowmo_momentum ema_decay block_momentum quant_noise_scalar",
+    ),
     (
         COUNT,
         """

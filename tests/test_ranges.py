@@ -110,6 +110,7 @@ def test_what_lies_inside_is_not(name: str) -> None:
     "name, value",
     [
         ("quant_noise_scalar", 1),  # quantisation-aware training
+        ("decoder_layerdrop", 1),
         ("clip_norm", -1),
         ("heartbeat_timeout", 0),
         ("padding_factor", 0),

@@ -31,7 +31,7 @@ def refused(command):
         (("--label-smoothing", 1.5), "--label-smoothing 1.5 is not a probability below 1"),
         (("--clip-norm", "nan"), "--clip-norm nan: give a number of at least 0"),
         (("--encoder-layers", -1), "--encoder-layers -1: give a number of at least 0"),
-        (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0 is not a probability below 1"),
+        (("--encoder-layerdrop", 2), "--encoder-layerdrop 2.0: give a number in [0, 1]"),
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
         (("--update-freq", 0), "--update-freq 0: give a number of at least 1"),
         (("--seed", -1), "--seed -1 is not a seed: give an integer from 0 to 4000000000"),

@@ -63,15 +63,12 @@ SEED = Range(0, 4_000_000_000, fault="is not a seed: give an integer from 0 to 4
 """numpy's seeds end at 2^32 - 1; fairseq adds the number of the epoch to the seed."""
 
 _GROUPS: tuple[tuple[Range, str], ...] = (
-    (
-        PROBABILITY,
-        """
-        dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout ta_dropout
-        source_word_dropout target_word_dropout quant_noise_pq label_smoothing""",
-    ),
+    (PROBABILITY, "ta_dropout source_word_dropout target_word_dropout quant_noise_pq label_smoothing"),
     (
         SHARE,
-        "encoder_layerdrop decoder_layerdrop slowmo_momentum ema_decay block_momentum quant_noise_scalar",
+        """
+        dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout
+        encoder_layerdrop decoder_layerdrop slowmo_momentum ema_decay block_momentum quant_noise_scalar""",
     ),
     (
         COUNT,

@@ -503,7 +503,7 @@ def test_the_state_of_another_model_is_answered_with_the_remedy(data: Path, tmp_
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)
     trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
-    with pytest.raises(SurfaceFusionError, match="does not match the parameters of .*; add --reset-opt"):
+    with pytest.raises(SurfaceFusionError, match=r"does not match the parameters of .*; add --reset-opt"):
         trainer.load_checkpoint(str(path))
 
 

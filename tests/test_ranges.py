@@ -111,6 +111,7 @@ def test_what_lies_inside_is_not(name: str) -> None:
     [
         ("quant_noise_scalar", 1),  # quantisation-aware training
         ("decoder_layerdrop", 1),
+        ("dropout", 1),
         ("clip_norm", -1),
         ("heartbeat_timeout", 0),
         ("padding_factor", 0),

@@ -102,7 +102,7 @@ def test_keywords_of_from_pretrained(checkpoint, data):
     place = (str(checkpoint.parent), checkpoint.name, str(data))
     with pytest.raises(SurfaceFusionError, match="did you mean sf_gate"):
         SurfaceFusionModel.from_pretrained(*place, sf_gat=0.9)
-    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is not a probability below 1"):
+    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5: give a number in \[0, 1\]"):
         SurfaceFusionModel.from_pretrained(*place, dropout=1.5)
     hub = SurfaceFusionModel.from_pretrained(*place, sf_gate=0.9, tokenizer="space")
     assert hub.models[0].decoder.cfg.sf_gate == 0.9

@@ -190,7 +190,7 @@ def test_a_schedule_that_divides_by_its_warm_up() -> None:
 
 def test_yaml_and_overrides_of_a_model() -> None:
     yaml = OmegaConf.create({"_name": "transformer_surface_fusion", "dropout": 1.5})
-    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5 is not a probability below 1"):
+    with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5: give a number in \[0, 1\]"):
         SurfaceFusionConfig.from_namespace(yaml)
     args = parse(*SIZES)
     args.attention_dropout = "much"  # as --model-overrides can

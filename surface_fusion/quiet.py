@@ -10,6 +10,8 @@ from collections.abc import Iterator
 HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
     # fairseq uses hydra 1.0's API.
     (r"hydra\.experimental\.", r"hydra\.", UserWarning),
+    # fairseq passes an argument of DistributedDataParallel that newer torch renames.
+    (r"broadcast_buffers is deprecated", r"(surface_fusion\.compat|fairseq)\.", FutureWarning),
     (r"\s*The version_base parameter is not specified", r"hydra\.", UserWarning),
     (r"\s*The strict flag in the compose API is deprecated", r"hydra\.", UserWarning),
     (r"In 'config': Usage of deprecated keyword in package header", r"hydra\.", UserWarning),

@@ -21,18 +21,22 @@ SPLITS = ("train", "valid", "test")
 def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.SentencePieceProcessor:
     """Train a unigram model without special symbols (fairseq's dictionary has its own)."""
     trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        input=[str(text) for text in texts],
-        model_writer=trained,
-        vocab_size=vocab_size,
-        character_coverage=1.0,
-        unk_id=0,
-        bos_id=-1,
-        eos_id=-1,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(text) for text in texts],
+            model_writer=trained,
+            vocab_size=vocab_size,
+            character_coverage=1.0,
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rpartition("] ")[2]  # after the place in sentencepiece's source
+        raise SystemExit(f"segment.py: --vocab-size {vocab_size}: {reason}") from None
     with atomic_write(model) as file:
         file.write(trained.getvalue())
     return sentencepiece.SentencePieceProcessor(model_file=str(model))

@@ -88,6 +88,16 @@ def test_a_piece_of_each_line_whatever_is_in_it(tmp_path: Path) -> None:
     assert [words[-1] for words in whole] == [f"{i}." for i in range(len(lines))]
 
 
+def test_a_vocabulary_that_is_too_large_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, DEMO / "segment.py", DEMO / "data", tmp_path, "--vocab-size", "32000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "segment.py: --vocab-size 32000: Vocabulary size too high (32000). Please set it to a value <= 9317"
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_names_of_folders_are_no_markup(tmp_path: Path) -> None:
     """Nor is a curve left out of the legend whose folder begins with an underscore."""
     logs = [tmp_path / name / "train.log" for name in ("_a", "$b$", "$\\frac$")]

@@ -56,13 +56,14 @@ def test_validation_skips_and_counts_an_overlong_line(run_fairseq: RunFairseq, d
     assert re.search(r"valid on 'valid' subset.*nll_loss", out)
 
 
-def test_interactive_skips_and_counts_an_overlong_line(data: Path, user_dir: Path) -> None:
+def test_interactive_answers_an_overlong_line_with_an_empty_one(data: Path, user_dir: Path) -> None:
     command = [sys.executable, "-m", "fairseq_cli.interactive", str(data), "--user-dir", str(user_dir)]
     command += ["--path", str(CHECKPOINT), "--buffer-size", "3", "-s", "en", "-t", "xx"]
     text = f"a horse sees a house\n{LONG}\nthe bird\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    assert re.findall(r"^H-(\d+)", done.stdout, re.M) == ["0", "2"]
-    assert "1 samples have invalid sizes and will be skipped" in done.stdout + done.stderr
+    assert re.findall(r"^H-(\d+)", done.stdout, re.M) == ["0", "1", "2"]
+    assert re.search(r"^D-1\t\S+\t$", done.stdout, re.M)
+    assert re.search(r"line 2 has \d+ subwords", done.stdout + done.stderr)
 
 
 def test_hub_interface(data: Path) -> None:

@@ -83,6 +83,7 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("fairseq_cli/eval_lm.py", "eval(cfg.common_eval.model_overrides)"): USER,
     ("fairseq_cli/validate.py", "eval(getattr(override_args, 'model_overrides', '{}'))"): USER,
     ("surface_fusion/cli/fairseq_verbs.py", "importlib.import_module(f'fairseq_cli.{verb}')"): OWN_MODULES,
+    ("surface_fusion/compat/checkpoint_integrity.py", "torch.load("): SAFE_LOAD,
     ("surface_fusion/compat/checkpoint_loading.py", "import pickle"): "its exceptions only",
     ("surface_fusion/compat/data_files.py", "import tarfile"): "its filter of unsafe members",
     ("surface_fusion/compat/literals.py", "importlib.import_module(name)"): "the names in its table",

@@ -157,13 +157,16 @@ while (($#)); do
     case $1 in
         preprocess | train | generate | score) verb=$1 ;;
         --destdir | --save-dir) mkdir -p "$2" ;;
+        --results-path) results=$2 ;;
     esac
     shift
 done
 echo "$verb: chatter of /some/place" >&2
 case $verb in
     train) cat "$LOG" ;;
-    generate) for i in $(seq 0 499); do printf 'H-%s\t-1\tSalut %s\n' "$i" "$i"; done ;;
+    generate)
+        for i in $(seq 0 499); do printf 'H-%s\t-1\tSalut %s\n' "$i" "$i"; done >"$results/generate-test.txt"
+        ;;
     score) echo "sacreBLEU 1.00" ;;
 esac
 """

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from surface_fusion import early_sums
+from surface_fusion.compat.patching import replaced
 from surface_fusion.while_waiting import hold
 
 _TRAIN_STEP, _OPTIMIZER_STEP = FairseqTask.train_step, FairseqTask.optimizer_step
@@ -144,12 +145,9 @@ def sum_at_once(
     sync: Callable[..., tuple[Any, list[Any]]], trainer: Any, *outputs: Any, **how: Any
 ) -> tuple[Any, list[Any]]:
     """fairseq's ``Trainer._fast_stat_sync_sum``, using :func:`sum_over_processes`."""
-    all_reduce_dict = distributed_utils.all_reduce_dict
-    distributed_utils.all_reduce_dict = functools.partial(sum_over_processes, all_reduce_dict)
-    try:
+    summed = functools.partial(sum_over_processes, distributed_utils.all_reduce_dict)
+    with replaced(distributed_utils, "all_reduce_dict", summed):
         return sync(trainer, *outputs, **how)
-    finally:
-        distributed_utils.all_reduce_dict = all_reduce_dict
 
 
 def announce_sums(

@@ -1,6 +1,6 @@
 """Run in a process of its own, without surface-fusion: which of fairseq's troubles are still there?
 
-Prints one JSON object, trouble -> true while ``surface_fusion/compat`` has to mend it.
+Prints one JSON object, trouble -> true while ``surface_fusion/compat`` has to repair it.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import inspect
 import io
 import json
 import os
-import resource
 import sys
 import tarfile
 import tempfile
@@ -32,6 +31,7 @@ from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRS
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
 from fairseq_cli import generate, interactive
+from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 
 
@@ -262,16 +262,6 @@ def flipped_bit_is_loaded() -> bool:
         path.write_bytes(content)
         with path.open("rb") as file:  # as load_checkpoint_to_cpu does
             return not bool(torch.load(file)["model"]["w"].eq(1).all())
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def copy_in_place() -> bool:

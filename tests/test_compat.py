@@ -80,7 +80,7 @@ def plain_fairseq() -> dict[str, bool]:
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_fairseq_still_needs_it(plain_fairseq: dict[str, bool], trouble: str) -> None:
-    assert plain_fairseq[trouble], f"fairseq mended {trouble}: take its repair out of compat"
+    assert plain_fairseq[trouble], f"fairseq no longer shows {trouble}: remove its repair from compat"
 
 
 def test_every_patch_is_watched(plain_fairseq: dict[str, bool]) -> None:

@@ -128,7 +128,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     (left,) = names(tmp_path)
     found = TEMPORARY.fullmatch(left)
     assert found is not None and found[1] == "a"
-    (tmp_path / ".a.new.tmp").touch()  # somebody else's
+    (tmp_path / ".a.new.tmp").touch()  # a file that another program made
     with atomic_write(tmp_path / "b") as file:
         remove_abandoned(tmp_path)
         file.write(b"whole")

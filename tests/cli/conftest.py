@@ -65,3 +65,19 @@ def save_dir(data, tmp_path_factory) -> Path:
 def checkpoint(save_dir) -> Path:
     """The last checkpoint of that training."""
     return save_dir / "checkpoint_last.pt"
+
+
+@pytest.fixture
+def refused(command):
+    """``refused("train", ...)``: the one line, without the name of the command."""
+
+    def run(verb, *argv):
+        result = command(verb, *argv)
+        lines = [line for line in result.err.splitlines() if " | INFO | " not in line]
+        assert result.status == 2
+        assert len(lines) == 1, lines
+        start = f"surface-fusion {verb}: error: "
+        assert lines[0].startswith(start)
+        return lines[0].removeprefix(start)
+
+    return run

@@ -14,22 +14,6 @@ from tests.small_training import PREPROCESS, TEXT, TRAIN
 
 
 @pytest.fixture
-def refused(command):
-    """``refused("train", ...)``: the one line, without the name of the command."""
-
-    def run(verb, *argv):
-        result = command(verb, *argv)
-        lines = [line for line in result.err.splitlines() if " | INFO | " not in line]
-        assert result.status == 2
-        assert len(lines) == 1, lines
-        start = f"surface-fusion {verb}: error: "
-        assert lines[0].startswith(start)
-        return lines[0].removeprefix(start)
-
-    return run
-
-
-@pytest.fixture
 def train(data, tmp_path, refused):
     return partial(refused, "train", data, *TRAIN, "--save-dir", tmp_path / "checkpoints", "--max-update", 1)
 

@@ -11,20 +11,6 @@ from surface_fusion.model import SurfaceFusionModel
 from tests.small_training import OPTIMISER, PLAIN, TRAIN
 
 
-@pytest.fixture
-def refused(command):
-    """``refused("train", ...)``: the one line, without the name of the command."""
-
-    def run(verb, *argv):
-        result = command(verb, *argv)
-        lines = [line for line in result.err.splitlines() if " | INFO | " not in line]
-        assert result.status == 2
-        assert len(lines) == 1, lines
-        return lines[0].removeprefix(f"surface-fusion {verb}: error: ")
-
-    return run
-
-
 @pytest.mark.parametrize(
     "flags, line",
     [

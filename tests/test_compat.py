@@ -363,6 +363,7 @@ def test_a_plugin_of_somebody_else_is_imported_as_ever(tmp_path: Path) -> None:
 
 WARNING_SOURCES = {
     "hydra\\.experimental": ("hydra", "experimental/initialize.py", "no longer experimental"),
+    "broadcast_buffers": ("torch", "nn/parallel/distributed.py", "`broadcast_buffers` is deprecated. Use "),
     "version_base": ("hydra", "version.py", "The version_base parameter is not specified"),
     "strict flag": ("hydra", "compose.py", "The strict flag in the compose API is deprecated"),
     "package header": ("hydra", "core/default_element.py", "Usage of deprecated keyword in package header"),

@@ -161,7 +161,7 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     train = [texts[f"train.{language}"] for language in languages]
     try:
         processor = segment.learn(train, folder / "spm.model", vocab)
-    except RuntimeError as error:  # of sentencepiece, which says how many there could be
+    except ValueError as error:  # names the largest possible value
         raise SystemExit(f"--vocab {vocab}: {error}") from None
     for name, path in texts.items():
         segment.encode(processor, path, pieces / name)

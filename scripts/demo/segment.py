@@ -19,7 +19,11 @@ SPLITS = ("train", "valid", "test")
 
 
 def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.SentencePieceProcessor:
-    """Train a unigram model without special symbols (fairseq's dictionary has its own)."""
+    """Train a unigram model without special symbols (fairseq's dictionary has its own).
+
+    Raises:
+        ValueError: sentencepiece refuses *vocab_size*; the message says why.
+    """
     trained = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -35,8 +39,8 @@ def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.Sent
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].rpartition("] ")[2]  # after the place in sentencepiece's source
-        raise SystemExit(f"segment.py: --vocab-size {vocab_size}: {reason}") from None
+        # After the place in sentencepiece's source.
+        raise ValueError(str(error).splitlines()[0].rpartition("] ")[2]) from None
     with atomic_write(model) as file:
         file.write(trained.getvalue())
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -60,7 +64,10 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     train = [args.data / f"train.{lang}" for lang in args.langs]
-    processor = learn(train, args.out / "spm.model", args.vocab_size)
+    try:
+        processor = learn(train, args.out / "spm.model", args.vocab_size)
+    except ValueError as error:
+        raise SystemExit(f"segment.py: --vocab-size {args.vocab_size}: {error}") from None
     for split in SPLITS:
         for lang in args.langs:
             encode(processor, args.data / f"{split}.{lang}", args.out / f"{split}.{lang}")

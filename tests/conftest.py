@@ -13,7 +13,7 @@ import pytest
 
 import surface_fusion
 from surface_fusion.cli.main import main
-from tests.small_training import PREPROCESS
+from tests.helpers.small_training import PREPROCESS
 
 USER_DIR = Path(surface_fusion.__file__).parent
 
@@ -28,7 +28,7 @@ def checkpoints_say_errors() -> None:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data folder of ``small_training.py``."""
+    """The data folder of ``helpers/small_training.py``."""
     folder = tmp_path_factory.mktemp("data-bin")
     assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
     return folder

@@ -5,10 +5,10 @@ import argparse
 import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
-from tiny import ARCH, parse
 
 from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.model import SurfaceFusionModel
+from tests.helpers.tiny import ARCH, parse
 
 # Layers of either stack, width, inner width, heads, dropout, attention dropout without and with fusion.
 SIZES = {

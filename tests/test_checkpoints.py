@@ -9,10 +9,10 @@ import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
-from tiny import SIZES, batch, build, log_probs, parse, shaken
 from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import SIZES, batch, build, log_probs, parse, shaken
 
 ATT = ("--surfacefusion", "att", "--sf-gate", "0.8")
 LEARNED = ("--surfacefusion", "att", "--sf-gate", "0")

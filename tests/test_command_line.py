@@ -12,9 +12,9 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.optim import build_optimizer
 from fairseq.optim.lr_scheduler import build_lr_scheduler
-from tiny import ARCH, USER_DIR, build, data_folder, parse
 
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import ARCH, USER_DIR, build, data_folder, parse
 
 PUBLISHED = """
     --arch transformer_surface_fusion --share-all-embeddings --optimizer adam --adam-betas '(0.9, 0.98)'

@@ -29,7 +29,8 @@ from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
 from surface_fusion import SurfaceFusionError, quiet
-from tests.tiny import SHARED, batch, build, data_folder, shaken
+from tests.helpers.paths import HELPERS, REFERENCE
+from tests.helpers.tiny import SHARED, batch, build, data_folder, shaken
 
 TROUBLES = (
     "namespace_refused",
@@ -71,7 +72,7 @@ TROUBLES = (
 
 @pytest.fixture(scope="module")
 def plain_fairseq() -> dict[str, bool]:
-    script = Path(__file__).with_name("plain_fairseq.py")
+    script = HELPERS / "plain_fairseq.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=True
     )
@@ -140,7 +141,7 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
-    whole = Path(__file__).parent / "reference_checkpoint" / "checkpoint_best.pt"
+    whole = REFERENCE / "checkpoint_best.pt"
     path = tmp_path / "half.pt"
     path.write_bytes(whole.read_bytes()[:400_000])
     with pytest.raises(SurfaceFusionError, match=r"half\.pt is truncated"):

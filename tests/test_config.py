@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 from fairseq.models.transformer import TransformerConfig
-from tiny import SIZES, build, parse
 
 from surface_fusion.architectures import base_architecture
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.defaults import fill_defaults
+from tests.helpers.tiny import SIZES, build, parse
 
 ATT = ("--surfacefusion", "att")
 INHERITED = {f.name for f in fields(TransformerConfig)}

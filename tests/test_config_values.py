@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tiny import SIZES, build, parse
 
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import SIZES, build, parse
 
 ATT = ("--surfacefusion", "att")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fairseq import tasks
 from omegaconf import OmegaConf, open_dict
-from tiny import ARCH, batch, build, data_folder, log_probs, parse
 
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import ARCH, batch, build, data_folder, log_probs, parse
 
 ATT = ("--surfacefusion", "att")
 

@@ -13,13 +13,13 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
-from tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 from torch import Tensor
 
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.step import PackedStep
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
+from tests.helpers.tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 
 ATT = ("--surfacefusion", "att")
 HARD = (*ATT, "--sf-gate", "0.8")

@@ -9,7 +9,10 @@ import torch
 from fairseq.models.transformer import TransformerDecoderBase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import (
+from torch import Tensor
+
+from surface_fusion.layerdrop import skip_decoder_layer
+from tests.helpers.tiny import (
     PAD,
     SHARED,
     VOCAB,
@@ -21,9 +24,6 @@ from tiny import (
     loss,
     shaken,
 )
-from torch import Tensor
-
-from surface_fusion.layerdrop import skip_decoder_layer
 
 ATT = ("--surfacefusion", "att")
 MEAN, MAX = ("--surfacefusion", "mean"), ("--surfacefusion", "max")

@@ -8,11 +8,11 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PAD, batch, build, gradients, pad_rows, shaken
 from torch import Tensor
 
 from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.layerdrop import skip_encoder_layer
+from tests.helpers.tiny import PAD, batch, build, gradients, pad_rows, shaken
 
 ATT = ("--surfacefusion", "att")
 MEAN, MAX = ("--surfacefusion", "mean"), ("--surfacefusion", "max")

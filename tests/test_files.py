@@ -11,7 +11,7 @@ import torch
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.files import TEMPORARY, WriteError, atomic_write, remove_abandoned, write_text
-from tests.full_disk import files_of_at_most, names, small_disk
+from tests.helpers.full_disk import files_of_at_most, names, small_disk
 
 
 def test_a_text_replaces_the_file(tmp_path: Path) -> None:

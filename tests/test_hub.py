@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from fairseq.hub_utils import GeneratorHubInterface
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hub import MAX_TOKENS, TranslationHub
 from surface_fusion.model import SurfaceFusionModel
+from tests.helpers.paths import REFERENCE
 
-REFERENCE = Path(__file__).parent / "reference_checkpoint"
 LINES = ["the bird", "a horse sees a house", "the house"]
 LONG = "horse " * 1500
 

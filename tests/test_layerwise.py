@@ -6,10 +6,10 @@ import pytest
 import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
-from tiny import PAD, assert_incremental_equals_full, batch, build, gradients, log_probs, shaken
 from torch import Tensor
 
 from surface_fusion.layerwise import LayerwiseDecoderLayer, side_by_side
+from tests.helpers.tiny import PAD, assert_incremental_equals_full, batch, build, gradients, log_probs, shaken
 
 FLAG = "--layer-wise-attention"
 DEPTH = ("--encoder-layers", "3", "--decoder-layers", "3")

@@ -14,7 +14,13 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, Sequenc
 from fairseq.sequence_scorer import SequenceScorer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import (
+from torch import Tensor
+
+from surface_fusion.decoder import SurfaceFusionDecoder
+from surface_fusion.distributions import exponentiated_log_probs, hard_log_probs
+from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import (
     ARCH,
     EOS,
     PAD,
@@ -31,12 +37,6 @@ from tiny import (
     parse,
     shaken,
 )
-from torch import Tensor
-
-from surface_fusion.decoder import SurfaceFusionDecoder
-from surface_fusion.distributions import exponentiated_log_probs, hard_log_probs
-from surface_fusion.encoder import SurfaceFusionEncoder
-from surface_fusion.errors import SurfaceFusionError
 
 ATT = ("--surfacefusion", "att")
 SOURCES = [ATT, ("--surfacefusion", "mean"), ("--surfacefusion", "max")]

@@ -13,14 +13,14 @@ from fairseq import options, tasks
 from fairseq.data.iterators import BufferedIterator, GroupedIterator
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
-from tiny import USER_DIR
 
 from surface_fusion import next_batch
 from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.fast.packed import pack
 from surface_fusion.fast.recordings import tokens_of
 from surface_fusion.fast.step import PackedStep
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
+from tests.helpers.tiny import USER_DIR
 
 FLAGS = (
     *("--criterion", "fused_label_smoothed_cross_entropy", "--optimizer", "flat_adam"),

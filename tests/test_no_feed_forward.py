@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SHARED, assert_incremental_equals_full, batch, gradients, log_probs, shaken
+
+from tests.helpers.tiny import SHARED, assert_incremental_equals_full, batch, gradients, log_probs, shaken
 
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
-from tiny import build
 
 from surface_fusion.cli.main import main
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
 from surface_fusion.notices import notices, say_at_first_batch
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
+from tests.helpers.tiny import build
 
 ATT = ("--surfacefusion", "att")
 HARD = (*ATT, "--sf-gate", "0.8")

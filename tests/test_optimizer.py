@@ -14,14 +14,14 @@ from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer, build_opt
 from fairseq.optim.adam import Adam
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
-from tiny import USER_DIR
 from torch import Tensor, nn
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.optimizer import FlatAdam
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
+from tests.helpers.tiny import USER_DIR
 
 BETAS = (0.9, 0.98)
 HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where fairseq clips, whatever it is given

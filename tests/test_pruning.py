@@ -9,11 +9,11 @@ import torch
 from fairseq import tasks
 from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
-from tiny import ARCH, SIZES, batch, build, log_probs, parse, shaken
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.layerdrop import skip_decoder_layer, skip_encoder_layer
 from surface_fusion.pruning import settle_pruning
+from tests.helpers.tiny import ARCH, SIZES, batch, build, log_probs, parse, shaken
 
 ATT = ("--surfacefusion", "att")
 DEEP = ("--encoder-layers", "4", "--decoder-layers", "4")

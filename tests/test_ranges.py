@@ -13,12 +13,12 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
 from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
-from tiny import SIZES, build, data_folder, parse
 
 from surface_fusion.config import SECTIONS, SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.optimizer import FlatAdamConfig
 from surface_fusion.ranges import RANGES, check_config, check_generation, check_ranges
+from tests.helpers.tiny import SIZES, build, data_folder, parse
 
 CHECKED_WITH_OTHERS = {
     *(

@@ -14,7 +14,7 @@ from fairseq.tasks import FairseqTask
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.resume import with_advice_on_resets
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
 
 
 def dataset() -> LanguagePairDataset:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from fairseq.data.iterators import BufferedIterator
-from tiny import SHARED, batch, shaken
 
 from surface_fusion import quick_trainer, while_waiting
 from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.step import PackedStep
+from tests.helpers.tiny import SHARED, batch, shaken
 
 
 class Source:

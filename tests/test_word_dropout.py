@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from tiny import PAD, SHARED, assert_incremental_equals_full, batch, build, log_probs, loss, shaken
 
 from surface_fusion.fast.eligibility import why_not_fast, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.word_dropout import WordDropout
+from tests.helpers.tiny import (
+    PAD,
+    SHARED,
+    assert_incremental_equals_full,
+    batch,
+    build,
+    log_probs,
+    loss,
+    shaken,
+)
 
 
 def test_rows_are_dropped_whole() -> None:

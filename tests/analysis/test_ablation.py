@@ -3,11 +3,11 @@
 import pytest
 import torch
 from fairseq.data import Dictionary
-from tiny import SHARED, batch, log_probs, shaken
 
 from surface_fusion.analysis.ablation import ablate, silenced, subword_marks
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import SHARED, batch, log_probs, shaken
 
 FLAGS = ("--encoder-fusion-embedding", SHARED)
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from fairseq.data import Dictionary
-from tiny import SHARED, batch, build, log_probs, shaken
 
 from surface_fusion.analysis.branches import _source_ids, summary, tokens
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import SHARED, batch, build, log_probs, shaken
 
 ATT = ("--surfacefusion", "att", SHARED)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import build
 
 from surface_fusion.analysis import align, branches
 from surface_fusion.analysis.explain import explain, loaded_pair
+from tests.helpers.tiny import build
 
 HARD = ("--surfacefusion", "att", "--sf-gate", "0.8")
 

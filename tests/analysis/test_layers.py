@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SHARED, batch, shaken
 
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.tiny import SHARED, batch, shaken
 
 
 class OneBatch(Loaded):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surface_fusion.cli.main import main
-from tests.small_training import PREPROCESS, TRAIN
+from tests.helpers.small_training import PREPROCESS, TRAIN
 
 
 @dataclass

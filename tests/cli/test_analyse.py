@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surface_fusion.cli.main import main
-from tests.small_training import OPTIMISER, PREPROCESS, SIZES
+from tests.helpers.small_training import OPTIMISER, PREPROCESS, SIZES
 
 FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
 TRAINING = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.full_disk import files_of_at_most, names
+from tests.helpers.full_disk import files_of_at_most, names
 
 
 def model(path):

@@ -10,7 +10,7 @@ import torch
 import surface_fusion
 from surface_fusion.cli.info import fusion_in_words
 from surface_fusion.cli.main import main
-from tests.small_training import SIZES
+from tests.helpers.small_training import SIZES
 
 
 def test_versions(command):

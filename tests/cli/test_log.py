@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surface_fusion.cli.main import main
-from tests.small_training import PREPROCESS, TEXT, TRAIN
+from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 
 SHORT = "configuration not shown; add --show-config to see it"
 

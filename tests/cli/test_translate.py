@@ -16,7 +16,7 @@ import torch
 from surface_fusion.cli import translate
 from surface_fusion.cli.main import main
 from surface_fusion.errors import SurfaceFusionError
-from tests.small_training import OPTIMISER, SIZES, TEXT
+from tests.helpers.small_training import OPTIMISER, SIZES, TEXT
 
 FUSION = ("-a", "transformer_surface_fusion", *SIZES, "--surfacefusion", "att", "--sf-gate", "0.8")
 

@@ -14,8 +14,8 @@ import torch
 from surface_fusion import longest_batch
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import SurfaceFusionModel
-from tests.compat.pickles import Touching, expression
-from tests.small_training import OPTIMISER, TEXT
+from tests.helpers.pickles import Touching, expression
+from tests.helpers.small_training import OPTIMISER, TEXT
 
 GENERATE = ("--cpu", "--num-workers", 0, "--max-len-b", 5, "--beam", 1)
 VERBS = ("generate", "interactive", "validate", "average", "analyse", "translate")

@@ -10,7 +10,7 @@ import torch.multiprocessing
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli import fairseq_verbs
 from surface_fusion.cli.user_errors import user_line
-from tests.small_training import PREPROCESS, TEXT, TRAIN
+from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from fairseq.trainer import Trainer
 from surface_fusion.cli.main import main
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import SurfaceFusionModel
-from tests.small_training import OPTIMISER, PLAIN, TRAIN
+from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.full_disk import files_of_at_most, names, small_disk
-from tests.small_training import PREPROCESS, TEXT
+from tests.helpers.full_disk import files_of_at_most, names, small_disk
+from tests.helpers.small_training import PREPROCESS, TEXT
 
 
 def binarised(folder):

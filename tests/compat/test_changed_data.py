@@ -14,9 +14,10 @@ from fairseq.trainer import Trainer
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.compat.changed_data import check_data_files
-from tests.small_training import TRAIN
+from tests.helpers.paths import REFERENCE
+from tests.helpers.small_training import TRAIN
 
-DATA = Path(__file__).parents[1] / "reference_checkpoint" / "data-bin"
+DATA = REFERENCE / "data-bin"
 
 
 def touch(folder: Path) -> None:

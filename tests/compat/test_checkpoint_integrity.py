@@ -18,7 +18,7 @@ from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.compat.checkpoint_integrity import CHECKPOINT_NAME, check_records, not_finite
 from surface_fusion.model import SurfaceFusionModel
-from tests.small_training import TRAIN
+from tests.helpers.small_training import TRAIN
 
 QUERY = "decoder.sf_attn.q_proj.weight"
 load = checkpoint_utils.load_checkpoint_to_cpu

@@ -16,8 +16,8 @@ from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.compat import checkpoint_saving
 from surface_fusion.files import WriteError
-from tests.full_disk import files_of_at_most, names, small_disk
-from tests.small_training import TRAIN
+from tests.helpers.full_disk import files_of_at_most, names, small_disk
+from tests.helpers.small_training import TRAIN
 
 SAVES = ("--save-interval-updates", 2, "--optimizer", "flat_adam")
 

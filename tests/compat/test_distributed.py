@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.compat import distributed
-from tests.small_training import SIZES
+from tests.helpers.paths import REFERENCE
+from tests.helpers.small_training import SIZES
 
-DATA = Path(__file__).parents[1] / "reference_checkpoint" / "data-bin"
+DATA = REFERENCE / "data-bin"
 FLAT = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
 ADAM = ("--optimizer", "adam")
 TRAIN = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from surface_fusion.cli.main import main
+from tests.helpers.paths import REFERENCE
 
-REFERENCE = Path(__file__).parents[1] / "reference_checkpoint"
 LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse " * 700, "a horse"]
 
 

@@ -13,7 +13,7 @@ from fairseq import utils
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.compat.literals import MODULES, literal
-from tests.compat.code_calls import calls
+from tests.helpers.code_calls import calls
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from fairseq.logging import progress_bar
 
 from surface_fusion.cli.main import main
 from surface_fusion.compat.process_state import forget_last_training
-from tests.small_training import TRAIN
-from tests.tiny import parse
+from tests.helpers.paths import ROOT
+from tests.helpers.small_training import TRAIN
+from tests.helpers.tiny import parse
 
 
 def test_what_fairseq_keeps_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_jobs_of_a_hydra_multirun_have_their_own_best_checkpoints(
     data: Path, user_dir: Path, tmp_path: Path
 ) -> None:
     """The first job imports the package, in the midst of fairseq's ``main``."""
-    configs = Path(__file__).parents[2] / "configs"
+    configs = ROOT / "configs"
     done = subprocess.run(
         [
             *(Path(sys.executable).with_name("fairseq-hydra-train"), "-m"),

@@ -7,7 +7,7 @@ import fairseq_cli
 import pytest
 
 import surface_fusion
-from tests.compat.code_calls import calls
+from tests.helpers.code_calls import calls
 
 LITERAL = "parsed as a literal (compat/literals.py)"
 SAFE_LOAD = "torch's weights_only=True, the default of torch >= 2.6"

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from surface_fusion.cli.main import main
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers.paths import REFERENCE
 
-REFERENCE = Path(__file__).parents[1] / "reference_checkpoint"
 DATA = (str(REFERENCE / "data-bin"), "--path", str(REFERENCE / "checkpoint_best.pt"), "--cpu")
 
 

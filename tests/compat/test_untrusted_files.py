@@ -22,9 +22,9 @@ from surface_fusion.averaging import average_checkpoints
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.compat.untrusted_files import MODELS, TASKS, check_configuration, refusals, trusted
 from surface_fusion.model import SurfaceFusionModel
-from tests.compat.pickles import Touching, expression, pickled
-from tests.published import load_golden, write_checkpoint
-from tests.tiny import data_folder
+from tests.helpers.pickles import Touching, expression, pickled
+from tests.helpers.published import load_golden, write_checkpoint
+from tests.helpers.tiny import data_folder
 
 # -- pickles ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
+
+from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.fast.eligibility import why_not_fast, why_not_fused, why_not_packed
+from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.fast.forward import PackedTransformer
+from surface_fusion.fast.packed import pack
+from surface_fusion.fast.step import PackedStep
+from tests.helpers.tiny import (
     PAD,
     SHARED,
     assert_incremental_equals_full,
@@ -16,14 +24,6 @@ from tiny import (
     loss,
     shaken,
 )
-
-from surface_fusion.encoder_fusion.config import NAMES
-from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.eligibility import why_not_fast, why_not_fused, why_not_packed
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.packed import pack
-from surface_fusion.fast.step import PackedStep
 
 ATT = ("--surfacefusion", "att", "--sf-gate", "0.8")
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from surface_fusion.cli.main import main
-from tests.small_training import OPTIMISER, PREPROCESS, SIZES
+from tests.helpers.small_training import OPTIMISER, PREPROCESS, SIZES
 
 MODEL = ("-a", "transformer_surface_fusion", *SIZES, "--encoder-layers", 2)
 FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from packed_sentences import rows_of
 from torch import Tensor
 
 from surface_fusion.fast.attention import attend_padded
 from surface_fusion.fast.packed import PackedRows
+from tests.helpers.packed_sentences import rows_of
 
 QUERIES, KEYS = (3, 1, 5, 2), (4, 6, 1, 2)
 

@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
-from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
-from packed_sentences import rows_of
 from torch import Tensor
 
 from surface_fusion.fast.attention import attend, attend_padded, attend_self
 from surface_fusion.fast.packed import PackedRows
+from tests.helpers.interpreter import (
+    DEVICE,
+    assert_passes_in_the_interpreter,
+    runs_here,
+    starts_the_interpreter,
+)
+from tests.helpers.packed_sentences import rows_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 KINDS = pytest.mark.parametrize("kind", ["self", "causal", "cross"])

@@ -3,10 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
 
 from surface_fusion.fast.decode_step import _attend
 from surface_fusion.fast.triton_installed import INTERPRETED
+from tests.helpers.interpreter import (
+    DEVICE,
+    assert_passes_in_the_interpreter,
+    runs_here,
+    starts_the_interpreter,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -1,9 +1,9 @@
 """Hypotheses are read out of what a search leaves behind."""
 
 import torch
-from tiny import EOS
 
 from surface_fusion.fast.beam_history import History, hypotheses
+from tests.helpers.tiny import EOS
 
 
 def test_hypotheses_are_read_backwards() -> None:

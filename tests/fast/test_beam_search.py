@@ -8,13 +8,13 @@ import pytest
 import torch
 from fairseq.search import BeamSearch, DiverseBeamSearch
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
-from tiny import EOS, SHARED, VOCAB, batch, build, shaken
 from torch import Tensor
 
 from surface_fusion import quick_search
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast import beam_search
 from surface_fusion.fast.beam_search import Waiting
+from tests.helpers.tiny import EOS, SHARED, VOCAB, batch, build, shaken
 
 HARD = ("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
 MODELS = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
-from tiny import shaken
 
 from surface_fusion.fast import compile_ahead as module
 from surface_fusion.fast.compile_ahead import Compilation, fork, kernel_calls
 from surface_fusion.fast.triton_installed import INSTALLED
+from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
+from tests.helpers.tiny import shaken
 
 MODELS = {
     "hard": ("--surfacefusion", "att", "--sf-gate", "0.8", "--dropout", "0.1"),

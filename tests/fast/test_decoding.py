@@ -9,12 +9,12 @@ import torch
 from fairseq import search, tasks
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.utils import move_to_cuda
-from tiny import SHARED, batch, beam_orders, loss, pad_rows, parse, shaken
 from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast import decoding
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
+from tests.helpers.tiny import SHARED, batch, beam_orders, loss, pad_rows, parse, shaken
 
 ATT, MEAN, MAX = (("--surfacefusion", source) for source in ("att", "mean", "max"))
 HARD = ("--sf-mode", "hard", "--sf-gate", "0.8")

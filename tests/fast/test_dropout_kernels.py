@@ -2,8 +2,14 @@
 
 import pytest
 import torch
-from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
 from torch import Tensor
+
+from tests.helpers.interpreter import (
+    DEVICE,
+    assert_passes_in_the_interpreter,
+    runs_here,
+    starts_the_interpreter,
+)
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import INTERPRETED
 
 from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
+from tests.helpers.interpreter import INTERPRETED
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -3,11 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
 from torch import Tensor
 
 from surface_fusion.fast import elementwise
 from surface_fusion.fast.elementwise import project_activate, project_add_norm
+from tests.helpers.interpreter import (
+    DEVICE,
+    assert_passes_in_the_interpreter,
+    runs_here,
+    starts_the_interpreter,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from fairseq.distributed import FullyShardedDataParallel, ModuleProxyWrapper
 from fairseq.distributed.legacy_distributed_data_parallel import LegacyDistributedDataParallel
-from tiny import build
 from torch import nn
 
 from surface_fusion.fast import eligibility
 from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
+from tests.helpers.tiny import build
 
 ATT = ("--surfacefusion", "att")
 HARD = (*ATT, "--sf-gate", "0.8")

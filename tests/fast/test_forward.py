@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
-from tiny import PAD, batch, shaken
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,6 +11,8 @@ from surface_fusion.fast import elementwise, layers
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import Features, PackedTransformer
 from surface_fusion.fast.packed import Capacity, PackedBatch, pack, pack_static
+from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
+from tests.helpers.tiny import PAD, batch, shaken
 
 DTYPE = torch.float32 if INTERPRETED else torch.float64  # kernels are for the former
 TOLERANCE = 1e-5 if INTERPRETED else 1e-6

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import batch, shaken
 from torch import Tensor
 
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.optimizer import FlatAdamUpdate
+from tests.helpers.tiny import batch, shaken
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = (torch.tensor([1, 2]), torch.tensor([3]))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny import build
 from torch import Tensor
 
 from surface_fusion.fast.flat import FlatParameters
+from tests.helpers.tiny import build
 
 ATT = ("--surfacefusion", "att", "--sf-gate", "0.8")
 NARROW = ("--encoder-embed-dim", "24", "--decoder-embed-dim", "16")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PAD, pad_rows
 from torch import Tensor
 
 from surface_fusion.fast.packed import (
@@ -18,6 +17,7 @@ from surface_fusion.fast.packed import (
     pack,
     pack_static,
 )
+from tests.helpers.tiny import PAD, pad_rows
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import batch
 
 from surface_fusion.fast import recordings as module
 from surface_fusion.fast.packed import Capacity, capacity_for
 from surface_fusion.fast.recordings import RECORDING_ROWS, Graphs
+from tests.helpers.tiny import batch
 
 
 class FakeRecording:

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from interpreter import DEVICE, assert_passes_in_the_interpreter, runs_here, starts_the_interpreter
 from torch import Tensor
 
 from surface_fusion.fast import linear_cross_entropy as module
 from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy, softmax_rows_torch_
+from tests.helpers.interpreter import (
+    DEVICE,
+    assert_passes_in_the_interpreter,
+    runs_here,
+    starts_the_interpreter,
+)
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
-from interpreter import INTERPRETED
-from tiny import batch, build, shaken
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.config import NAMES
@@ -16,6 +14,8 @@ from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.recordings import tokens_of
 from surface_fusion.fast.step import PackedStep
+from tests.helpers.interpreter import INTERPRETED
+from tests.helpers.tiny import batch, build, shaken
 
 DTYPE = torch.float64
 HARD = ("--surfacefusion", "att", "--sf-gate", "0.8")

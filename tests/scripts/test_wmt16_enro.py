@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from fairseq.data import Dictionary, data_utils
-from published_commands import FAST, GENERATE, TRAIN, flags
 from sacrebleu.metrics.bleu import BLEU
+
+from tests.helpers.published_commands import FAST, GENERATE, TRAIN, flags
 
 CLONE = Path(__file__).parents[2]
 TEXT = CLONE / "tests/data/enro"

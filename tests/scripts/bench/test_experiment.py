@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import SHARED, shaken
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.analysis.loaded import Loaded
+from tests.helpers.tiny import SHARED, shaken
 from tests.scripts.bench.conftest import script
 
 

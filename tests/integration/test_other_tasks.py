@@ -4,16 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fairseq.tasks import TASK_REGISTRY
 
-from tests.other_tasks import CASES
-from tests.small_training import TEXT
+from tests.helpers.other_tasks import CASES
+from tests.helpers.paths import HELPERS
+from tests.helpers.small_training import TEXT
 
-SCRIPT = Path(__file__).with_name("other_tasks.py")
+SCRIPT = HELPERS / "other_tasks.py"
 
 BROKEN = {
     "translation_lev insertion": "scatter() of two dtypes",

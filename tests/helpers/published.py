@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-GOLDEN_DIR = Path(__file__).parent / "golden"
+from tests.helpers.paths import GOLDEN
+
+GOLDEN_DIR = GOLDEN
 GOLDEN_NAMES = sorted(path.stem for path in GOLDEN_DIR.glob("*.npz"))
 LABEL_SMOOTHING = 0.1  # of all records
 PAD = 1

@@ -13,8 +13,8 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 from surface_fusion import __version__
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("surface_fusion", "configs", "docs", "scripts", "tests")
 

@@ -8,8 +8,8 @@ import pytest
 from fairseq.models.transformer import TransformerConfig
 
 from surface_fusion.config import SurfaceFusionConfig
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {path: path.read_text(encoding="utf-8") for path in PAGES}
 FLAGS = TEXT[ROOT / "docs" / "flags.md"]

@@ -10,8 +10,9 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 
 from surface_fusion import SurfaceFusionError
-from tests.scripted_fairseq import Logits
-from tests.tiny import SHARED, batch, build, shaken
+from tests.helpers.paths import HELPERS
+from tests.helpers.scripted_fairseq import Logits
+from tests.helpers.tiny import SHARED, batch, build, shaken
 
 MODELS = {
     "plain encoder and decoder": ("--sf-plain",),
@@ -28,7 +29,7 @@ MODELS = {
 
 
 def scripted(how: str) -> str:
-    script = Path(__file__).with_name("scripted_fairseq.py")
+    script = HELPERS / "scripted_fairseq.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script, how], capture_output=True, text=True, cwd=script.parents[1]
     )

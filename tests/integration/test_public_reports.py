@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import RunFairseq
 
 from surface_fusion.model import SurfaceFusionModel
+from tests.conftest import RunFairseq
+from tests.helpers.paths import REFERENCE
 
-HERE = Path(__file__).parent
-REFERENCE = HERE / "reference_checkpoint"
 CHECKPOINT = REFERENCE / "checkpoint_best.pt"
 LONG = " ".join(["horse"] * 3000)
 

@@ -1,8 +1,8 @@
 """A training of a few seconds on real text, as a command line."""
 
-from pathlib import Path
+from tests.helpers.paths import ENRO
 
-TEXT = Path(__file__).parent / "data" / "enro"
+TEXT = ENRO
 
 PREPROCESS = (
     *("--source-lang", "en", "--target-lang", "ro", "--joined-dictionary"),

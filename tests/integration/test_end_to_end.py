@@ -13,7 +13,7 @@ import torch
 
 from surface_fusion import scoring
 from surface_fusion.cli.main import main
-from tests.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
+from tests.helpers.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
 
 COMMAND = (sys.executable, "-m", "surface_fusion")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import RunFairseq
 from fairseq import options
 from omegaconf import OmegaConf
-from published_commands import FAST, TRAIN
-from published_commands import flags as published_flags
 
 from surface_fusion.config import SurfaceFusionConfig
+from tests.conftest import RunFairseq
+from tests.helpers.paths import ROOT
+from tests.helpers.published_commands import FAST, TRAIN
+from tests.helpers.published_commands import flags as published_flags
 
-CLONE = Path(__file__).parents[1]
+CLONE = ROOT
 CONFIGS = ("demo", "wmt16_enro")
 UPDATES = 3
 

@@ -11,16 +11,6 @@ from typing import Any
 import pytest
 import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
-from published import (
-    GOLDEN_NAMES,
-    LABEL_SMOOTHING,
-    PAD,
-    Golden,
-    assert_near,
-    load_golden,
-    losses,
-    write_checkpoint,
-)
 from torch import Tensor
 
 from surface_fusion.checkpoints import PUBLISHED_LAYER_ATTENTION
@@ -31,6 +21,16 @@ from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.packed import pack
 from surface_fusion.fast.step import PackedStep
+from tests.helpers.published import (
+    GOLDEN_NAMES,
+    LABEL_SMOOTHING,
+    PAD,
+    Golden,
+    assert_near,
+    load_golden,
+    losses,
+    write_checkpoint,
+)
 
 TRANSPARENT = ("ta", "ta_fine_srcemb", "ta_srcemb_ffn_posedemb_prenorm")
 VANILLA = ("vanilla", "vanilla_layerwise")

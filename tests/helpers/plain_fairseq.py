@@ -31,8 +31,9 @@ from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRS
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
 from fairseq_cli import generate, interactive
-from full_disk import files_of_at_most
 from omegaconf import OmegaConf
+
+from tests.helpers.full_disk import files_of_at_most
 
 
 def fails(function, *args, error=Exception, **kwargs) -> bool:

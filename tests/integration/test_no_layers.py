@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
-from tiny import batch, build, incremental_log_probs, log_probs, shaken
 
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
 from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.flat import FlatParameters
+from tests.helpers.tiny import batch, build, incremental_log_probs, log_probs, shaken
 
 NO_DECODER, NO_ENCODER = ("--decoder-layers", "0"), ("--encoder-layers", "0")
 LAYERS = [NO_DECODER, NO_ENCODER, (*NO_ENCODER, *NO_DECODER)]

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import RunFairseq
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
-from published import assert_near, losses, save_legacy
 from torch import Tensor
 
 from surface_fusion import SurfaceFusionError
+from tests.conftest import RunFairseq
+from tests.helpers.paths import REFERENCE
+from tests.helpers.published import assert_near, losses, save_legacy
 
-REFERENCE = Path(__file__).parent / "reference_checkpoint"
 TRANSLATE = ("--beam", 4, "--lenpen", 1.0, "--remove-bpe")
 # The flags of its training (no --user-dir: run_fairseq adds it).
 TRAIN = (

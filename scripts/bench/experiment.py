@@ -21,8 +21,8 @@ from results import add_common_flags, machine, positive, settle_common_flags
 
 from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
+from surface_fusion.io.lines import read_lines, split_lines
 from surface_fusion.scoring import parse_generate_output
-from surface_fusion.text_lines import read_lines, split_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 import segment

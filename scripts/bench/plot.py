@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from surface_fusion.files import atomic_write
+from surface_fusion.io.atomic_write import atomic_write
 
 NAMES = (*CONTENDERS, "floor")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}

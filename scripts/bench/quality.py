@@ -28,8 +28,8 @@ from contenders import (
 )
 from results import Run, add_common_flags, positive, settle_common_flags
 
+from surface_fusion.io.lines import split_lines
 from surface_fusion.scoring import Score, parse_generate_output, score_text
-from surface_fusion.text_lines import split_lines
 
 
 def bleu(

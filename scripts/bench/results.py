@@ -73,7 +73,9 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in [*kept, *rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    from surface_fusion.files import write_text  # not sooner: importing it changes fairseq, a contender
+    from surface_fusion.io.atomic_write import (
+        write_text,  # not sooner: importing it changes fairseq, a contender
+    )
 
     write_text(path, text.getvalue())
 

@@ -19,7 +19,7 @@ from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 import surface_fusion
-from surface_fusion.files import write_text
+from surface_fusion.io.atomic_write import write_text
 
 
 @dataclass(frozen=True)

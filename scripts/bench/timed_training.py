@@ -105,7 +105,9 @@ def main() -> None:
     fairseq_cli.train.convert_namespace_to_omegaconf = without_tpu
     sys.argv[1:] = flags
     fairseq_cli.train.cli_main()
-    from surface_fusion.files import write_text  # not sooner: importing it changes fairseq's trainer
+    from surface_fusion.io.atomic_write import (
+        write_text,  # not sooner: importing it changes fairseq's trainer
+    )
 
     write_text(out, json.dumps(clock.record()))
     sys.stdout.flush()

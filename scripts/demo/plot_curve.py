@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from surface_fusion.files import atomic_write
+from surface_fusion.io.atomic_write import atomic_write
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import sentencepiece
 
-from surface_fusion.files import atomic_write, write_text
-from surface_fusion.text_lines import read_lines
+from surface_fusion.io.atomic_write import atomic_write, write_text
+from surface_fusion.io.lines import read_lines
 
 SPLITS = ("train", "valid", "test")
 

@@ -49,7 +49,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from surface_fusion.cli.main import main as surface_fusion
-from surface_fusion.files import TEMPORARY, write_text
+from surface_fusion.io.atomic_write import TEMPORARY, write_text
 
 TEXT = Path(__file__).parents[1] / "demo" / "data"
 RESULTS = Path(__file__).parent / "results"

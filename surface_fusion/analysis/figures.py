@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.files import atomic_write, write_text
+from surface_fusion.io.atomic_write import atomic_write, write_text
 
 LARGEST = 60
 """Width and height of a figure in inches, at most."""

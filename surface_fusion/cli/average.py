@@ -8,7 +8,7 @@ import torch
 from surface_fusion import averaging
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
-from surface_fusion.files import atomic_write
+from surface_fusion.io.atomic_write import atomic_write
 
 SUMMARY = "average the parameters of checkpoints into one"
 

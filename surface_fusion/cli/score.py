@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from surface_fusion import scoring
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.text_lines import read_lines
+from surface_fusion.io.lines import read_lines
 
 SUMMARY = "sacreBLEU, chrF and tokenised BLEU of a translation"
 

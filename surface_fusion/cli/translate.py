@@ -15,7 +15,7 @@ from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hub import TranslationHub
-from surface_fusion.text_lines import bursts
+from surface_fusion.io.lines import bursts
 
 SUMMARY = "translate raw text from standard input, line by line"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from surface_fusion.compat.patching import replaced
-from surface_fusion.files import FULL, WriteError, atomic_write
+from surface_fusion.io.atomic_write import FULL, WriteError, atomic_write
 
 LOG = "preprocess.log"
 

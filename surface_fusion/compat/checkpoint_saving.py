@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.files import WriteError, atomic_write, remove_abandoned
+from surface_fusion.io.atomic_write import WriteError, atomic_write, remove_abandoned
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, posi
 from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.text_lines import typed_lines
+from surface_fusion.io.lines import typed_lines
 
 
 class _Lines(list[str]):

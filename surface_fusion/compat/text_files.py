@@ -12,7 +12,7 @@ from fairseq.file_chunker_utils import Chunker, ChunkLineIterator
 from fairseq_cli import preprocess
 
 from surface_fusion.compat.patching import command_modules, wrap
-from surface_fusion.text_lines import not_text, read_lines
+from surface_fusion.io.lines import not_text, read_lines
 
 
 def end_lines_at_line_feeds() -> None:

@@ -15,7 +15,7 @@ from fairseq.file_io import PathManager
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.compat import checkpoint_saving
-from surface_fusion.files import WriteError
+from surface_fusion.io.atomic_write import WriteError
 from tests.helpers.full_disk import files_of_at_most, names, small_disk
 from tests.helpers.small_training import TRAIN
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.text_lines import bursts, read_lines, split_lines, typed_lines
+from surface_fusion.io.lines import bursts, read_lines, split_lines, typed_lines
 
 NO_LINE_ENDS = "\r \v \f \x1c \x1d \x1e \x85 \u2028 \u2029"
 LINES = ["first", f"a {NO_LINE_ENDS} b", "", "\r", "caf\u00e9\u2028", "last"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from surface_fusion import SurfaceFusionError
-from surface_fusion.files import TEMPORARY, WriteError, atomic_write, remove_abandoned, write_text
+from surface_fusion.io.atomic_write import TEMPORARY, WriteError, atomic_write, remove_abandoned, write_text
 from tests.helpers.full_disk import files_of_at_most, names, small_disk
 
 

@@ -15,9 +15,9 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig
 
-from surface_fusion.distributions import MODES, Mode
 from surface_fusion.encoder_fusion.config import EncoderFusionConfig
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ops.distributions import MODES, Mode
 from surface_fusion.ranges import RANGES, check_ranges
 
 logger = logging.getLogger(__name__)

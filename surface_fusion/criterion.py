@@ -4,7 +4,7 @@ The loss is computed in one of three ways with the same result. A training uses 
 and logs which one:
 
 1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``fast/step.py``);
-2. the model's own forward, then output layer and loss as one operation (``fast/linear_cross_entropy.py``);
+2. the model's own forward, then output layer and loss as one operation (``ops/linear_cross_entropy.py``);
 3. fairseq's loss (``--sf-plain``).
 
 With hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl`` of the renormalised distribution,
@@ -29,7 +29,6 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from surface_fusion.config import PLAIN_HELP
-from surface_fusion.distributions import at_least_float32
 from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import (
@@ -42,9 +41,10 @@ from surface_fusion.fast.eligibility import (
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.fused_loss import fused_losses
-from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.fast.step import PackedStep
-from surface_fusion.fast.triton_installed import INSTALLED
+from surface_fusion.ops.backend import INSTALLED
+from surface_fusion.ops.distributions import at_least_float32
+from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 
 logger = logging.getLogger(__name__)
 

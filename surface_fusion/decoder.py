@@ -5,7 +5,7 @@ With h the output of the last decoder layer and r the vector read from the sourc
 1. both go through one shared residual feed-forward layer (``--sf-ffn``) and a linear map each
    (``--sf-linear``);
 2. *features* are ``h + tau r`` or ``g h + (1-g) r`` (B x T x C) for the modes that need one vocabulary
-   projection, and the pair (h, r) (B x T x 2 x C) for the others, see ``distributions.py``;
+   projection, and the pair (h, r) (B x T x 2 x C) for the others, see ``ops/distributions.py``;
 3. *logits* are ``E features``: B x T x V, or B x T x 2V with the target branch first. Operations of fairseq
    on logits (temperature, slicing) thus apply to both branches. A learned gate is appended as two columns,
    (g, 1-g); their ratio does not change when logits are scaled.
@@ -22,18 +22,18 @@ from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from surface_fusion.attention import SurfaceAttention
-from surface_fusion.distributions import (
-    at_least_float32,
-    exponentiated_log_probs,
-    hard_log_probs,
-    log_softmax,
-)
 from surface_fusion.encoder_fusion import build_combination
 from surface_fusion.encoder_fusion.stack import CombinedLayers
 from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
 from surface_fusion.no_feed_forward import without_feed_forward
+from surface_fusion.ops.distributions import (
+    at_least_float32,
+    exponentiated_log_probs,
+    hard_log_probs,
+    log_softmax,
+)
 from surface_fusion.scripting import NotScriptable
 from surface_fusion.word_dropout import WordDropout
 

@@ -8,7 +8,7 @@ Contenders, with z and s the logits of the two branches and lsm the log-softmax 
 * ``fairseq``: one projection, ``lsm(z)``; it has no fusion, so the same number stands beside each mode;
 * ``plain``: two projections and ``g lsm(z) + (1-g) lsm(s)`` (hard) or ``lsm(z + lsm(s))`` (soft), as in the
   published code;
-* ``fast``: ``surface_fusion.fast.linear_cross_entropy``, of pairs (hard) or of their sums (soft);
+* ``fast``: ``surface_fusion.ops.linear_cross_entropy``, of pairs (hard) or of their sums (soft);
 * ``floor``: nothing but the matrix products, three for each projection that is needed (two in hard mode).
 
 All but the floor end in fairseq's ``label_smoothed_nll_loss`` or in what equals it. The incoming gradient is
@@ -29,8 +29,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 from results import Run, add_common_flags, positive, settle_common_flags
 from torch import Tensor
 
-from surface_fusion.distributions import log_softmax
-from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy
+from surface_fusion.ops.distributions import log_softmax
+from surface_fusion.ops.linear_cross_entropy import linear_cross_entropy
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODES = ("hard", "soft")

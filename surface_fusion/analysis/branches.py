@@ -15,8 +15,8 @@ from torch import Tensor
 
 from surface_fusion.analysis.figures import save_table
 from surface_fusion.analysis.loaded import Loaded
-from surface_fusion.distributions import log_softmax
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ops.distributions import log_softmax
 
 BRANCHES = ("fused", "target", "surface")
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from surface_fusion.fast.linear_cross_entropy import row_stride
 from surface_fusion.fast.packed import PackedRows
-from surface_fusion.fast.triton_installed import INTERPRETED
+from surface_fusion.ops.backend import INTERPRETED
+from surface_fusion.ops.linear_cross_entropy import row_stride
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch
 
     Where the model's own parameters are does not matter.
     """
-    from surface_fusion.fast.attention_kernels import attention_backward, attention_forward
-    from surface_fusion.fast.elementwise_kernels import add_norm_backward, add_norm_forward, relu_backward
-    from surface_fusion.fast.softmax_kernels import softmax_rows_
+    from surface_fusion.ops.add_norm_triton import add_norm_backward, add_norm_forward, relu_backward
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
+    from surface_fusion.ops.packed_attention_triton import attention_backward, attention_forward
 
     encoder, decoder, cfg = model.encoder, model.decoder, model.decoder.cfg
     paired = cfg.surfacefusion is not None and decoder.paired
@@ -93,10 +93,10 @@ def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
     from triton.backends.nvidia.driver import CudaUtils
     from triton.runtime import JITFunction
 
-    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
+    from surface_fusion.ops import add_norm_triton, linear_cross_entropy_triton, packed_attention_triton
 
     # A kernel's cache key depends on which keys were computed before, so all are computed here.
-    for module in (attention_kernels, elementwise_kernels, softmax_kernels):
+    for module in (packed_attention_triton, add_norm_triton, linear_cross_entropy_triton):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 _ = kernel.cache_key

@@ -20,7 +20,7 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from surface_fusion.fast.groups import layers_of
-from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.ops.backend import use_kernels
 
 NARROW_HEAD = 128
 """Head widths that the Triton kernel supports; torch handles wider ones, as the surface's single head."""
@@ -297,10 +297,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tenso
     """Heads side by side: S x B x (H d) of S x H x B x d queries and S x H x N x d keys.
 
     Args:
-        last: as of :func:`surface_fusion.fast.beam_attention_kernel.read_keys`; what is behind it is masked.
+        last: as of :func:`surface_fusion.ops.beam_attention_triton.read_keys`; what is behind it is masked.
     """
     if use_kernels(query) and query.shape[-1] <= NARROW_HEAD:
-        from surface_fusion.fast.beam_attention_kernel import read_keys
+        from surface_fusion.ops.beam_attention_triton import read_keys
 
         return read_keys(query, key, value, bias, last)
     if query.is_cuda or len(query) == 1:

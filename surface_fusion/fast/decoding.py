@@ -21,10 +21,10 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.capture import capture
 from surface_fusion.fast.decode_step import DecodeCache, FusedWeights, StepOut, position_table
 from surface_fusion.fast.eligibility import why_not_fast
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
+from surface_fusion.ops.cuda_graph import capture
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from surface_fusion.encoder_fusion.dense import Dense
 from surface_fusion.encoder_fusion.dlcl import DLCL
 from surface_fusion.encoder_fusion.stack import CombinedLayers
 from surface_fusion.encoder_fusion.transparent import LayerAttention
-from surface_fusion.fast.attention import WIDEST_HEAD
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.groups import layers_of
-from surface_fusion.fast.triton_installed import use_kernels
 from surface_fusion.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.layerwise import LayerwiseDecoderLayer
+from surface_fusion.ops.backend import use_kernels
+from surface_fusion.ops.packed_attention import WIDEST_HEAD
 from surface_fusion.word_dropout import WordDropout
 
 DECODER_MODULES = {

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.encoder_fusion import LayerAttention, fused_states
-from surface_fusion.fast.attention import attend
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.groups import layers_of, memory_projections
 from surface_fusion.fast.layers import PackedLayers
 from surface_fusion.fast.packed import PackedBatch, PackedRows
-from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.ops.backend import use_kernels
+from surface_fusion.ops.packed_attention import attend
 from surface_fusion.pooling import PUBLISHED_FIRST_ID
 
 

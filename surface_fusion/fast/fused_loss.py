@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
 
 def fused_losses(

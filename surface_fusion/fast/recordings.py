@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surface_fusion.fast.capture import capture
 from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.fast.packed import Capacity, capacity_for, pack_static
+from surface_fusion.ops.cuda_graph import capture
+from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 
 if TYPE_CHECKING:
     from surface_fusion.fast.step import PackedStep

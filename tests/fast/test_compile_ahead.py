@@ -11,7 +11,7 @@ import torch
 
 from surface_fusion.fast import compile_ahead as module
 from surface_fusion.fast.compile_ahead import Compilation, fork, kernel_calls
-from surface_fusion.fast.triton_installed import INSTALLED
+from surface_fusion.ops.backend import INSTALLED
 from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
 from tests.helpers.tiny import shaken
 
@@ -37,7 +37,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
+    from surface_fusion.ops import add_norm_triton, linear_cross_entropy_triton, packed_attention_triton
 
     called = set()
 
@@ -50,11 +50,13 @@ def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     names = ("attention_forward", "attention_backward")
     for name_ in names:
-        monkeypatch.setattr(attention_kernels, name_, noted(getattr(attention_kernels, name_)))
+        monkeypatch.setattr(packed_attention_triton, name_, noted(getattr(packed_attention_triton, name_)))
     more = ("add_norm_forward", "add_norm_backward", "relu_backward")
     for name_ in more:
-        monkeypatch.setattr(elementwise_kernels, name_, noted(getattr(elementwise_kernels, name_)))
-    monkeypatch.setattr(softmax_kernels, "softmax_rows_", noted(softmax_kernels.softmax_rows_))
+        monkeypatch.setattr(add_norm_triton, name_, noted(getattr(add_norm_triton, name_)))
+    monkeypatch.setattr(
+        linear_cross_entropy_triton, "softmax_rows_", noted(linear_cross_entropy_triton.softmax_rows_)
+    )
     for job in kernel_calls(shaken(*MODELS[name]), 0.1, torch.float32, torch.device("cpu")):
         job()
     assert called == {*names, *more, "softmax_rows_"}
@@ -74,7 +76,7 @@ def test_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 def test_children_compile_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from triton.backends.compiler import GPUTarget
 
-    from surface_fusion.fast.elementwise_kernels import relu_backward
+    from surface_fusion.ops.add_norm_triton import relu_backward
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.zeros(64, 32, dtype=torch.float16)
@@ -100,9 +102,9 @@ def forget_compiled_kernels() -> None:
     """Empty the in-memory caches of kernels that other tests of this process have compiled."""
     from triton.runtime import JITFunction
 
-    from surface_fusion.fast import attention_kernels, elementwise_kernels, softmax_kernels
+    from surface_fusion.ops import add_norm_triton, linear_cross_entropy_triton, packed_attention_triton
 
-    for kernels in (attention_kernels, elementwise_kernels, softmax_kernels):
+    for kernels in (packed_attention_triton, add_norm_triton, linear_cross_entropy_triton):
         for kernel in vars(kernels).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()

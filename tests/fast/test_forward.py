@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surface_fusion.fast import elementwise, layers
+from surface_fusion.fast import layers
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import Features, PackedTransformer
 from surface_fusion.fast.packed import Capacity, PackedBatch, pack, pack_static
+from surface_fusion.ops import add_norm
 from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
 from tests.helpers.tiny import PAD, batch, shaken
 
@@ -168,7 +169,7 @@ def test_each_dropout_is_where_the_modules_have_it(name: str, monkeypatch: pytes
         return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal) * (1 + dropout_p)
 
     monkeypatch.setattr(F, "dropout", marked)
-    for module in (elementwise, layers):
+    for module in (add_norm, layers):
         monkeypatch.setattr(module, "drop", lambda x, rate: x * (1 + rate))
     monkeypatch.setattr(F, "scaled_dot_product_attention", marked_attention)
     model = shaken(*MODELS[name], *RATES).to(DTYPE).train()

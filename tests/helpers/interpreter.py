@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from surface_fusion.fast.triton_installed import INSTALLED, INTERPRETED
+from surface_fusion.ops.backend import INSTALLED, INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 

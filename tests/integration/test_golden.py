@@ -14,13 +14,13 @@ from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from torch import Tensor
 
 from surface_fusion.checkpoints import PUBLISHED_LAYER_ATTENTION
-from surface_fusion.distributions import MODES
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.eligibility import why_not_fused, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer
 from surface_fusion.fast.packed import pack
 from surface_fusion.fast.step import PackedStep
+from surface_fusion.ops.distributions import MODES
 from tests.helpers.published import (
     GOLDEN_NAMES,
     LABEL_SMOOTHING,

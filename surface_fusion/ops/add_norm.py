@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.ops.backend import use_kernels
 
 WIDEST_ROW = 8192
 """Maximum row width; a kernel holds a complete row."""
@@ -81,7 +81,7 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        from surface_fusion.fast.elementwise_kernels import add_norm_forward
+        from surface_fusion.ops.add_norm_triton import add_norm_forward
 
         s, y, mean, rstd = add_norm_forward(x, x_bias, residual, weight, bias, rate, eps, seed)
         ctx.save_for_backward(s, weight, mean, rstd)
@@ -91,7 +91,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from surface_fusion.fast.elementwise_kernels import add_norm_backward
+        from surface_fusion.ops.add_norm_triton import add_norm_backward
 
         if ds is None and dy is None:
             return (None,) * 8
@@ -115,7 +115,7 @@ class _ProjectRelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from surface_fusion.fast.elementwise_kernels import relu_backward
+        from surface_fusion.ops.add_norm_triton import relu_backward
 
         x, weight, h = ctx.saved_tensors
         du, d_bias = relu_backward(grad.contiguous(), h, ctx.scale)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.fast import linear_cross_entropy as module
-from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
+from surface_fusion.ops import linear_cross_entropy as module
+from surface_fusion.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 
 MODES = ["single", "paired", "learned"]
 EPS = 0.1

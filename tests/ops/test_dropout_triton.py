@@ -14,7 +14,7 @@ from tests.helpers.interpreter import (
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from surface_fusion.fast.dropout_kernels import keep  # noqa: E402
+from surface_fusion.ops.dropout_triton import keep  # noqa: E402
 
 SIZE = 256
 HEAD = 0x632BE59B  # by what attention's heads move the seed on

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from surface_fusion.fast.capture import capture
+from surface_fusion.ops.cuda_graph import capture
 
 
 @pytest.fixture

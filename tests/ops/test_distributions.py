@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.distributions import MODES, exponentiated_log_probs, hard_log_probs, log_softmax
+from surface_fusion.ops.distributions import MODES, exponentiated_log_probs, hard_log_probs, log_softmax
 
 logits_pairs = st.builds(
     lambda seed, rows, vocab, scale: (

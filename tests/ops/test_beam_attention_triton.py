@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from surface_fusion.fast.decode_step import _attend
-from surface_fusion.fast.triton_installed import INTERPRETED
+from surface_fusion.ops.backend import INTERPRETED
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,

@@ -164,7 +164,7 @@ def softmax_rows_(
     sums: Tensor,
     with_gradient: bool,
 ) -> None:
-    """As :func:`~surface_fusion.fast.linear_cross_entropy.softmax_rows_torch_`, in one kernel.
+    """As :func:`~surface_fusion.ops.linear_cross_entropy.softmax_rows_torch_`, in one kernel.
 
     What lies between the vocabulary's end and the row's stride is overwritten too. Compiled once for each
     vocabulary size, dtype, pair or not, gradient or not.

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surface_fusion.fast import elementwise
-from surface_fusion.fast.elementwise import project_activate, project_add_norm
+from surface_fusion.ops import add_norm
+from surface_fusion.ops.add_norm import project_activate, project_add_norm
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,
@@ -27,9 +27,9 @@ def test_in_the_interpreter() -> None:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes several blocks of rows."""
-    from surface_fusion.fast import elementwise_kernels
+    from surface_fusion.ops import add_norm_triton
 
-    monkeypatch.setattr(elementwise_kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(add_norm_triton, "PROGRAMS", 4)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -136,8 +136,8 @@ def test_a_residual_with_gaps_and_repeated_gradients() -> None:
 
 @runs_here
 def test_rows_wider_than_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "WIDEST_ROW", 19)
-    monkeypatch.setattr(elementwise._AddNorm, "apply", None)
+    monkeypatch.setattr(add_norm, "WIDEST_ROW", 19)
+    monkeypatch.setattr(add_norm._AddNorm, "apply", None)
     leaves = end_of_sublayer(9, 20, torch.float32)
     torch.testing.assert_close(kernels(leaves), plain(leaves))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.fast.packed import PackedRows, Places
-from surface_fusion.fast.triton_installed import use_kernels
+from surface_fusion.ops.backend import use_kernels
 
 WIDEST_HEAD = 1024
 """Maximum width of a head, which must fit into a multiprocessor; callers must check it."""
@@ -121,7 +121,7 @@ class _Attend(torch.autograd.Function):
         rate: float,
         seed: Tensor | None,
     ) -> Tensor:
-        from surface_fusion.fast.attention_kernels import attention_forward
+        from surface_fusion.ops.packed_attention_triton import attention_forward
 
         out, lse = attention_forward(q, k, v, queries, keys, causal, rate, seed)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -130,7 +130,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from surface_fusion.fast.attention_kernels import attention_backward
+        from surface_fusion.ops.packed_attention_triton import attention_backward
 
         q, k, v, out, lse = ctx.saved_tensors
         into = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -145,7 +145,7 @@ class _AttendSelf(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, rows: PackedRows, causal: bool, rate: float, seed: Tensor | None
     ) -> Tensor:
-        from surface_fusion.fast.attention_kernels import attention_forward
+        from surface_fusion.ops.packed_attention_triton import attention_forward
 
         q, k, v = qkv.unbind(1)
         out, lse = attention_forward(q, k, v, rows, rows, causal, rate, seed)
@@ -155,7 +155,7 @@ class _AttendSelf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from surface_fusion.fast.attention_kernels import attention_backward
+        from surface_fusion.ops.packed_attention_triton import attention_backward
 
         qkv, out, lse = ctx.saved_tensors
         into = torch.empty_like(qkv)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surface_fusion.fast.elementwise import drop, project_activate, project_add_norm
+from surface_fusion.ops.add_norm import drop, project_activate, project_add_norm
 from tests.helpers.interpreter import INTERPRETED
 
 
@@ -53,7 +53,7 @@ def test_without_a_rate_nothing_is_drawn() -> None:
 
 def test_float64_never_goes_to_the_kernels() -> None:
     """Nor would anything else here: they need a GPU, or Triton's interpreter."""
-    from surface_fusion.fast.triton_installed import use_kernels
+    from surface_fusion.ops.backend import use_kernels
 
     assert not use_kernels(torch.zeros(1, dtype=torch.float64))
     assert use_kernels(torch.zeros(1)) == INTERPRETED

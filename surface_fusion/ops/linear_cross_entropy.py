@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surface_fusion.distributions import at_least_float32, log_softmax
+from surface_fusion.ops.distributions import at_least_float32, log_softmax
 
 # Logits of one chunk. Chunks of 4096 and 8192 rows fill the 132 multiprocessors of an H100; on a CPU they
 # should stay in its caches, as far as the GEMMs allow.
@@ -173,7 +173,7 @@ def softmax_rows_torch_(
 def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
     """The implementation for a device."""
     if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton"):
-        from surface_fusion.fast.softmax_kernels import softmax_rows_
+        from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
         return softmax_rows_
     return softmax_rows_torch_

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.fast import linear_cross_entropy as module
-from surface_fusion.fast.linear_cross_entropy import linear_cross_entropy, softmax_rows_torch_
+from surface_fusion.ops import linear_cross_entropy as module
+from surface_fusion.ops.linear_cross_entropy import linear_cross_entropy, softmax_rows_torch_
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,
@@ -25,7 +25,7 @@ def rows(
     logits: Tensor, target: Tensor, row_weight: Tensor, gate: Tensor | None, smoothing: float = 0.1
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums and gradients of n x B x V *logits*, by the kernel and by plain torch in float32."""
-    from surface_fusion.fast.softmax_kernels import softmax_rows_
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
     tokens, branches, vocab = logits.shape
     stride = -(-vocab // 64) * 64
@@ -51,7 +51,7 @@ def rows(
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("vocab", [2, 77, 4096, 9001])
 def test_equals_torch(vocab: int, paired: bool, dtype: torch.dtype) -> None:
-    from surface_fusion.fast.softmax_kernels import softmax_rows_
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
     generator = torch.Generator().manual_seed(vocab)
     for size in (1e-3, 3.0, 1e4):
@@ -79,7 +79,7 @@ def test_equals_torch(vocab: int, paired: bool, dtype: torch.dtype) -> None:
 
 @runs_here
 def test_infinite_logits_and_unknown_targets_make_the_loss_nan_or_infinite() -> None:
-    from surface_fusion.fast.softmax_kernels import softmax_rows_
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
     for change in ("nan", "inf", "target"):
         logits, target = torch.zeros(2, 1, 70, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
@@ -99,7 +99,7 @@ def test_infinite_logits_and_unknown_targets_make_the_loss_nan_or_infinite() -> 
 @pytest.mark.parametrize("mode", ["single", "paired", "learned"])
 def test_whole_operation(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, loss scale 128, against the oracle in float32."""
-    from surface_fusion.fast.softmax_kernels import softmax_rows_
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
     monkeypatch.setattr(module, "_softmax_rows", lambda *_: softmax_rows_)
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.adam import fused_adam, plain_adam
+from surface_fusion.ops.adam import fused_adam, plain_adam
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}

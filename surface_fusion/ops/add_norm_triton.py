@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surface_fusion.fast.dropout_kernels import keep
+from surface_fusion.ops.dropout_triton import keep
 
 PROGRAMS = 264
 """How many share the rows in backward: two for each multiprocessor of an H100."""

@@ -40,8 +40,8 @@ from surface_fusion.fast.eligibility import (
 )
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.fused_loss import fused_losses
 from surface_fusion.fast.step import PackedStep
+from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.backend import INSTALLED
 from surface_fusion.ops.distributions import at_least_float32
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy

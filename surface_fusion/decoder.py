@@ -21,21 +21,21 @@ from fairseq.models.transformer.transformer_decoder import Linear
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from surface_fusion.attention import SurfaceAttention
 from surface_fusion.encoder_fusion import build_combination
-from surface_fusion.encoder_fusion.stack import CombinedLayers
+from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.fast.decoding import STATE, FastDecoding
-from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
-from surface_fusion.layerwise import LayerwiseDecoderLayer, wrap_layer
-from surface_fusion.no_feed_forward import without_feed_forward
+from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
+from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, wrap_layer
+from surface_fusion.modules.no_feed_forward import without_feed_forward
+from surface_fusion.modules.surface_attention import SurfaceAttention
+from surface_fusion.modules.torchscript import NotScriptable
+from surface_fusion.modules.word_dropout import WordDropout
 from surface_fusion.ops.distributions import (
     at_least_float32,
     exponentiated_log_probs,
     hard_log_probs,
     log_softmax,
 )
-from surface_fusion.scripting import NotScriptable
-from surface_fusion.word_dropout import WordDropout
 
 
 class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):

@@ -9,7 +9,7 @@
 fairseq reorders this entry in beam search like the others. ``encoder_out["encoder_out"]`` holds the fused
 outputs of the layers (``--encoder-fusion``). If each decoder layer attends to a tensor of its own
 (``--layer-wise-attention``, transparent attention), it holds all of them concatenated on the channel axis,
-followed by the encoder's output, see ``layerwise.py``.
+followed by the encoder's output, see ``modules/layerwise_attention.py``.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
 from surface_fusion.encoder_fusion import LayerAttention, build_combination, build_fusion, fused_states
-from surface_fusion.encoder_fusion.stack import CombinedLayers
+from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.fast.encoder_out import ReorderedEncoderOut
-from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
-from surface_fusion.layerwise import side_by_side
-from surface_fusion.no_feed_forward import without_feed_forward
-from surface_fusion.pooling import max_pool, mean_pool, pooled_tokens
-from surface_fusion.scripting import NotScriptable
-from surface_fusion.word_dropout import WordDropout
+from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
+from surface_fusion.modules.layerwise_attention import side_by_side
+from surface_fusion.modules.no_feed_forward import without_feed_forward
+from surface_fusion.modules.pooling import max_pool, mean_pool, pooled_tokens
+from surface_fusion.modules.torchscript import NotScriptable
+from surface_fusion.modules.word_dropout import WordDropout
 
 
 class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):

@@ -15,7 +15,7 @@ from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.groups import group_parameters
 from surface_fusion.hub import MAX_TOKENS, TranslationHub
-from surface_fusion.module_tree import ModuleTree
+from surface_fusion.modules.module_tree import ModuleTree
 from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"

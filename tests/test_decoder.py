@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.layerdrop import skip_decoder_layer
+from surface_fusion.modules.layerdrop import skip_decoder_layer
 from tests.helpers.tiny import (
     PAD,
     SHARED,

@@ -11,7 +11,7 @@ from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.layerdrop import skip_decoder_layer, skip_encoder_layer
+from surface_fusion.modules.layerdrop import skip_decoder_layer, skip_encoder_layer
 from surface_fusion.pruning import settle_pruning
 from tests.helpers.tiny import ARCH, SIZES, batch, build, log_probs, parse, shaken
 

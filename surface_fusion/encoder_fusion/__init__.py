@@ -14,10 +14,10 @@ from surface_fusion.encoder_fusion.concat import Concat
 from surface_fusion.encoder_fusion.dense import Dense
 from surface_fusion.encoder_fusion.dlcl import DLCL
 from surface_fusion.encoder_fusion.dwatt import DWAtt
+from surface_fusion.encoder_fusion.layer_combination import Combination
 from surface_fusion.encoder_fusion.lstm import DepthwiseLSTM
 from surface_fusion.encoder_fusion.representation import Representation
 from surface_fusion.encoder_fusion.routing import Routing
-from surface_fusion.encoder_fusion.stack import Combination
 from surface_fusion.encoder_fusion.transparent import FineGrained, LayerAttention, Transparent
 
 ON_THE_OUTPUT: dict[str, type[EncoderFusion]] = {

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surface_fusion.encoder_fusion.stack import Combination
+from surface_fusion.encoder_fusion.layer_combination import Combination
 
 
 class Dense(Combination):

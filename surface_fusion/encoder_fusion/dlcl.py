@@ -15,7 +15,7 @@ import torch
 from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
-from surface_fusion.encoder_fusion.stack import Combination
+from surface_fusion.encoder_fusion.layer_combination import Combination
 
 
 class DLCL(Combination):

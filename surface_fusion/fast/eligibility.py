@@ -15,19 +15,19 @@ from fairseq.modules import (
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import nn
 
-from surface_fusion.attention import SurfaceAttention
 from surface_fusion.config import SurfaceFusionConfig
 from surface_fusion.encoder_fusion.dense import Dense
 from surface_fusion.encoder_fusion.dlcl import DLCL
-from surface_fusion.encoder_fusion.stack import CombinedLayers
+from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.encoder_fusion.transparent import LayerAttention
 from surface_fusion.fast.flat import flat_of
 from surface_fusion.fast.groups import layers_of
-from surface_fusion.layerdrop import DepthKeepingLayerDrop
-from surface_fusion.layerwise import LayerwiseDecoderLayer
+from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop
+from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
+from surface_fusion.modules.surface_attention import SurfaceAttention
+from surface_fusion.modules.word_dropout import WordDropout
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import WIDEST_HEAD
-from surface_fusion.word_dropout import WordDropout
 
 DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),

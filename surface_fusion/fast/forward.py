@@ -17,9 +17,9 @@ from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.groups import layers_of, memory_projections
 from surface_fusion.fast.layers import PackedLayers
 from surface_fusion.fast.packed import PackedBatch, PackedRows
+from surface_fusion.modules.pooling import PUBLISHED_FIRST_ID
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import attend
-from surface_fusion.pooling import PUBLISHED_FIRST_ID
 
 
 class Encoded(NamedTuple):
@@ -111,7 +111,7 @@ class PackedTransformer(PackedLayers):
         return {-1: fused if norm is None else self._norm(fused, norm)}
 
     def _pool(self, embed: Tensor, rows: PackedRows) -> Tensor:
-        """Mean or maximum over each sentence, see ``pooling.py``: slots x C."""
+        """Mean or maximum over each sentence, see ``modules/pooling.py``: slots x C."""
         published = self.cfg.sf_pool_published
         keep = torch.ones_like(rows.tokens, dtype=torch.bool)
         if published:

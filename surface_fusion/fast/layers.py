@@ -151,7 +151,7 @@ class PackedLayers:
         return stream._replace(states=[*stream.states, residual])
 
     def _combined(self, stream: Stream, stack: Any) -> Stream:
-        """Combine all outputs so far into the input of a layer, as ``encoder_fusion/stack.py`` does."""
+        """Combine all outputs so far into the input of a layer, as ``encoder_fusion/layer_combination.py`` does."""
         kept, depth = list(stream.kept), len(stream.kept)
         x = self._call(stack.combination, stream.residual, kept)
         norm = norm_before(stack, depth)

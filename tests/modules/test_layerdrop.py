@@ -7,7 +7,7 @@ import torch
 from fairseq.modules import LayerDropModuleList
 from torch import nn
 
-from surface_fusion.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer, skip_encoder_layer
+from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer, skip_encoder_layer
 
 
 def lists(p: float, layers: int = 12) -> Iterator[nn.ModuleList]:

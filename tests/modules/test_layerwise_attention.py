@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
-from surface_fusion.layerwise import LayerwiseDecoderLayer, side_by_side
+from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, side_by_side
 from tests.helpers.tiny import PAD, assert_incremental_equals_full, batch, build, gradients, log_probs, shaken
 
 FLAG = "--layer-wise-attention"

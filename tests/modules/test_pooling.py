@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surface_fusion.pooling import PUBLISHED_FIRST_ID, max_pool, mean_pool, pooled_tokens
+from surface_fusion.modules.pooling import PUBLISHED_FIRST_ID, max_pool, mean_pool, pooled_tokens
 
 PAD = 1
 token_rows = st.lists(

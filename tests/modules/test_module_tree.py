@@ -6,7 +6,7 @@ import pytest
 from fairseq.models import FairseqEncoder
 from torch import nn
 
-from surface_fusion.module_tree import ModuleTree
+from surface_fusion.modules.module_tree import ModuleTree
 
 
 class Counter(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.attention import SurfaceAttention
+from surface_fusion.modules.surface_attention import SurfaceAttention
 
 SIZES = [(8, 8, 1), (8, 8, 4), (8, 6, 1), (8, 12, 4)]  # embed_dim, source_dim, heads
 

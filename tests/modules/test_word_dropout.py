@@ -5,7 +5,7 @@ import torch
 
 from surface_fusion.fast.eligibility import why_not_fast, why_not_packed
 from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.word_dropout import WordDropout
+from surface_fusion.modules.word_dropout import WordDropout
 from tests.helpers.tiny import (
     PAD,
     SHARED,

@@ -8,8 +8,8 @@ from typing import Any
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer import transformer_legacy as plain
 
-from surface_fusion.command_line import settle_command_line
-from surface_fusion.defaults import fill_defaults, flatten_sections
+from surface_fusion.config.command_line import settle_command_line
+from surface_fusion.config.legacy_flags import fill_defaults, flatten_sections
 from surface_fusion.model import MODEL_NAME
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 from torch import Tensor
 
-from surface_fusion.config import PLAIN_HELP
+from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.early_sums import EarlySums
 from surface_fusion.fast.compile_ahead import Compilation
 from surface_fusion.fast.eligibility import (

@@ -12,7 +12,7 @@ from fairseq.data.iterators import BufferedIterator
 
 from surface_fusion import while_waiting
 from surface_fusion.compat.patching import wrap
-from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.fast.eligibility import unwrapped
 
 

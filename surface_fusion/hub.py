@@ -14,9 +14,9 @@ from omegaconf import open_dict
 from torch import Tensor
 
 from surface_fusion.compat.hub import fitting, in_order, position_limit
+from surface_fusion.config.overrides import unknown_setting
+from surface_fusion.config.ranges import check_ranges
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.overrides import unknown_setting
-from surface_fusion.ranges import check_ranges
 
 MAX_TOKENS = 12000
 """Maximum tokens of a batch, the default of ``generate``."""

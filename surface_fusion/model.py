@@ -8,7 +8,8 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
 from surface_fusion.checkpoints import adapt_state_dict
-from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.pruning import settle_pruning
 from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
@@ -16,7 +17,6 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.groups import group_parameters
 from surface_fusion.hub import MAX_TOKENS, TranslationHub
 from surface_fusion.modules.module_tree import ModuleTree
-from surface_fusion.pruning import settle_pruning
 
 MODEL_NAME = "transformer_surface_fusion"
 
@@ -27,7 +27,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     With ``--sf-plain`` and no fusion flag, it consists of fairseq's own encoder and decoder.
 
-    Flags: :class:`surface_fusion.config.SurfaceFusionConfig`.
+    Flags: :class:`surface_fusion.config.model.SurfaceFusionConfig`.
     """
 
     def __init__(self, cfg: Any, encoder: Any, decoder: Any) -> None:

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.ranges import check_config
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion, unnormalised
 from surface_fusion.fast.eligibility import unwrapped
-from surface_fusion.ranges import check_config
 
 logger = logging.getLogger(__name__)
 

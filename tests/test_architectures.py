@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.model import SurfaceFusionModel
 from tests.helpers.tiny import ARCH, parse
 

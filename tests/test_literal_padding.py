@@ -10,8 +10,8 @@ import torch.multiprocessing
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import language_pair_dataset
 
+from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
-from surface_fusion.encoder_fusion.config import NAMES
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.literal_padding import KEY, in_target
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken

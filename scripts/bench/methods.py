@@ -34,7 +34,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from steady import be_quiet, build, forget, rates, training_data
 
-from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.scoring import score_text
 
 METHODS: dict[str, tuple[str, ...]] = {

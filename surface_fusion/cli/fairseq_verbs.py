@@ -22,10 +22,10 @@ from surface_fusion.cli.subwords import with_hint
 from surface_fusion.cli.whole_results import whole_results
 from surface_fusion.compat import TRUST_VARIABLE
 from surface_fusion.compat.patching import replaced
+from surface_fusion.config.ranges import check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.notices import say_at_first_batch
-from surface_fusion.ranges import check_config, check_generation, check_ranges
 
 
 @dataclass(frozen=True)

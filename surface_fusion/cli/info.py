@@ -20,7 +20,7 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.untrusted_files import refusals
-from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.model import MODEL_NAME
 from surface_fusion.version import __version__

@@ -49,6 +49,7 @@ from surface_fusion.compat.shards import read_one_shard
 from surface_fusion.compat.tasks import allow_second_copy, fix_copies_of_tasks
 from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.compat.untrusted_files import restrict_untrusted_files
+from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.fast_training import wrap_if_fast
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
@@ -56,7 +57,6 @@ from surface_fusion.literal_padding import mark
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
 from surface_fusion.notices import say_at_start
-from surface_fusion.overrides import refuse_unknown
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
 from surface_fusion.while_waiting import fetch_while_waiting

@@ -16,7 +16,7 @@ class EncoderFusion(nn.Module):
     A final LayerNorm of the encoder comes after it.
 
     Args:
-        cfg: a :class:`surface_fusion.config.SurfaceFusionConfig`.
+        cfg: a :class:`surface_fusion.config.model.SurfaceFusionConfig`.
     """
 
     silenceable = False

@@ -29,7 +29,7 @@ class LayerAttention(nn.Module):
     """The mixes of all decoder layers side by side.
 
     Args:
-        cfg: a :class:`surface_fusion.config.SurfaceFusionConfig`.
+        cfg: a :class:`surface_fusion.config.model.SurfaceFusionConfig`.
         channels: one weight a channel, as fine-grained attention has.
 
     Attributes:

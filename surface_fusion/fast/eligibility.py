@@ -15,7 +15,7 @@ from fairseq.modules import (
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import nn
 
-from surface_fusion.config import SurfaceFusionConfig
+from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.encoder_fusion.dense import Dense
 from surface_fusion.encoder_fusion.dlcl import DLCL
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers

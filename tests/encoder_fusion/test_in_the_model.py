@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.eligibility import why_not_fast, why_not_fused, why_not_packed
 from surface_fusion.fast.flat import FlatParameters

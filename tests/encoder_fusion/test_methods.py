@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surface_fusion.config.encoder_fusion import NAMES, PER_DECODER_LAYER
 from surface_fusion.encoder_fusion import (
     FOR_EACH_DECODER_LAYER,
     INSIDE_THE_STACKS,
@@ -15,7 +16,6 @@ from surface_fusion.encoder_fusion import (
     build_combination,
     build_fusion,
 )
-from surface_fusion.encoder_fusion.config import NAMES, PER_DECODER_LAYER
 from surface_fusion.encoder_fusion.routing import squash
 
 DIM, LAYERS, DECODER_LAYERS, FFN = 8, 3, 2, 12

@@ -8,7 +8,7 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from torch import Tensor, nn
 
-from surface_fusion.encoder_fusion.config import NAMES
+from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.fast import step as module
 from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.fast.forward import PackedTransformer

@@ -13,7 +13,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from surface_fusion.config import SECTIONS, SurfaceFusionConfig
+from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 
 

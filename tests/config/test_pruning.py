@@ -10,9 +10,9 @@ from fairseq import tasks
 from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
 
+from surface_fusion.config.pruning import settle_pruning
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.modules.layerdrop import skip_decoder_layer, skip_encoder_layer
-from surface_fusion.pruning import settle_pruning
 from tests.helpers.tiny import ARCH, SIZES, batch, build, log_probs, parse, shaken
 
 ATT = ("--surfacefusion", "att")

@@ -9,8 +9,8 @@ import pytest
 from fairseq.models.transformer import TransformerConfig
 
 from surface_fusion.architectures import base_architecture
-from surface_fusion.config import SurfaceFusionConfig
-from surface_fusion.defaults import fill_defaults
+from surface_fusion.config.legacy_flags import fill_defaults
+from surface_fusion.config.model import SurfaceFusionConfig
 from tests.helpers.tiny import SIZES, build, parse
 
 ATT = ("--surfacefusion", "att")
@@ -159,9 +159,9 @@ def test_published_positions_of_transparent_attention_reach_the_surface() -> Non
 def test_encoder_layers_that_nothing_attends_to_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--layer-wise-attention", "--encoder-layers", "4")
     config(*flags, *ATT, "--sf-no-detach")
-    assert not [r for r in caplog.records if r.name == "surface_fusion.config"]
+    assert not [r for r in caplog.records if r.name == "surface_fusion.config.model"]
     config(*flags)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.model"]
     assert "no decoder layer attends to the last 2 encoder layers" in line
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
 
+from surface_fusion.config.ranges import check_ranges
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.ranges import check_ranges
 
 logger = logging.getLogger(__name__)
 

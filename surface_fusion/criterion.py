@@ -3,7 +3,7 @@
 The loss is computed in one of three ways with the same result. A training uses the first that is possible
 and logs which one:
 
-1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``fast/step.py``);
+1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``packed/step.py``);
 2. the model's own forward, then output layer and loss as one operation (``ops/linear_cross_entropy.py``);
 3. fairseq's loss (``--sf-plain``).
 
@@ -30,21 +30,21 @@ from torch import Tensor
 
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.early_sums import EarlySums
-from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.eligibility import (
+from surface_fusion.modules.fused_loss import fused_losses
+from surface_fusion.ops.backend import INSTALLED
+from surface_fusion.ops.distributions import at_least_float32
+from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
+from surface_fusion.packed.eligibility import (
     accumulating,
     has_layers,
     unwrapped,
     why_not_fused,
     why_not_packed,
 )
-from surface_fusion.fast.flat import flat_of
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.step import PackedStep
-from surface_fusion.modules.fused_loss import fused_losses
-from surface_fusion.ops.backend import INSTALLED
-from surface_fusion.ops.distributions import at_least_float32
-from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
+from surface_fusion.packed.flat_parameters import flat_of
+from surface_fusion.packed.kernel_warmup import Compilation
+from surface_fusion.packed.step import PackedStep
+from surface_fusion.packed.transformer import PackedTransformer
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 fairseq sums losses and token counts over processes after the backward and waits for the result before the
 optimizer step: 0.4 ms of GPU time per update. All of them are known after the forward, so the fast step
-(``fast/step.py``) starts the all-reduce before the backward, and the trainer reads the result later.
+(``packed/step.py``) starts the all-reduce before the backward, and the trainer reads the result later.
 """
 
 from collections.abc import Callable, Mapping, Sequence

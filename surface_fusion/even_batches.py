@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from surface_fusion.fast.packed import Capacity, capacity_for
+from surface_fusion.packed.batch import Capacity, capacity_for
 
 
 def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

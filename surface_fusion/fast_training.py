@@ -10,10 +10,10 @@ from typing import Any
 
 from fairseq.data.iterators import BufferedIterator
 
-from surface_fusion import while_waiting
 from surface_fusion.compat.patching import wrap
 from surface_fusion.config.model import SurfaceFusionConfig
-from surface_fusion.fast.eligibility import unwrapped
+from surface_fusion.packed import host_overlap
+from surface_fusion.packed.eligibility import unwrapped
 
 
 def trains_fast(model: Any) -> bool:
@@ -37,7 +37,7 @@ def decide(
     init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     """fairseq's ``Trainer.__init__``; first sets ``fast_training`` of the trainer and its task."""
-    while_waiting.forget()
+    host_overlap.forget()
     trainer.fast_training = trains_fast(model)
     if task is not None:
         task.fast_training = trainer.fast_training

@@ -14,9 +14,9 @@ from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.groups import group_parameters
 from surface_fusion.hub import MAX_TOKENS, TranslationHub
 from surface_fusion.modules.module_tree import ModuleTree
+from surface_fusion.packed.parameter_groups import group_parameters
 
 MODEL_NAME = "transformer_surface_fusion"
 

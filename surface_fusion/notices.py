@@ -7,7 +7,7 @@ from typing import Any
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.config.ranges import check_config
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion, unnormalised
-from surface_fusion.fast.eligibility import unwrapped
+from surface_fusion.packed.eligibility import unwrapped
 
 logger = logging.getLogger(__name__)
 

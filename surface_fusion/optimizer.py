@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.flat import FlatParameters
 from surface_fusion.ops.adam import fused_adam, plain_adam
+from surface_fusion.packed.flat_parameters import FlatParameters
 
 
 @dataclass

@@ -22,8 +22,8 @@ from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.fast.beam_history import Hypotheses
 from surface_fusion.fast.beam_search import Rules, Search
-from surface_fusion.fast.eligibility import why_not_fast
-from surface_fusion.fast.groups import layers_of
+from surface_fusion.packed.eligibility import why_not_fast
+from surface_fusion.packed.parameter_groups import layers_of
 
 GENERATORS = SequenceGenerator, SequenceGeneratorWithAlignment
 ENSEMBLES = EnsembleModel, EnsembleModelWithAlignment

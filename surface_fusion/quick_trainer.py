@@ -24,7 +24,7 @@ from torch import Tensor
 
 from surface_fusion import early_sums
 from surface_fusion.compat.patching import replaced
-from surface_fusion.while_waiting import hold
+from surface_fusion.packed.host_overlap import hold
 
 _TRAIN_STEP, _OPTIMIZER_STEP = FairseqTask.train_step, FairseqTask.optimizer_step
 

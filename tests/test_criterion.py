@@ -16,8 +16,8 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.step import PackedStep
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.step import PackedStep
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 

@@ -12,7 +12,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion import compat
 from surface_fusion.even_batches import group_evenly
-from surface_fusion.fast.packed import capacity_for
+from surface_fusion.packed.batch import capacity_for
 
 
 class Pairs(FairseqDataset):

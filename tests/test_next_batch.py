@@ -15,10 +15,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from surface_fusion import next_batch
-from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
-from surface_fusion.fast.packed import pack
-from surface_fusion.fast.recordings import tokens_of
-from surface_fusion.fast.step import PackedStep
+from surface_fusion.packed.batch import pack
+from surface_fusion.packed.cuda_graphs import tokens_of
+from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
+from surface_fusion.packed.step import PackedStep
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import USER_DIR
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
-from surface_fusion.fast.flat import flat_of
 from surface_fusion.optimizer import FlatAdam
+from surface_fusion.packed.flat_parameters import flat_of
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import USER_DIR
 

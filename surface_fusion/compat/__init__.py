@@ -53,13 +53,13 @@ from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.even_batches import group_evenly
 from surface_fusion.fast_training import wrap_if_fast
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
-from surface_fusion.literal_padding import mark
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
 from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
 from surface_fusion.notices import say_at_start
+from surface_fusion.packed.host_overlap import fetch_while_waiting
+from surface_fusion.packed.literal_padding import mark
 from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
-from surface_fusion.while_waiting import fetch_while_waiting
 
 __all__ = ["TRUST_VARIABLE", "apply"]
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surface_fusion.fast.packed import PackedRows
 from surface_fusion.ops.dropout_triton import keep
+from surface_fusion.packed.batch import PackedRows
 
 UNLIMITED = 2**30
 """Number of later rows that a non-causal query may attend to; lets one kernel serve both cases."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from surface_fusion.checkpoints import PUBLISHED_LAYER_ATTENTION
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.eligibility import why_not_fused, why_not_packed
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.packed import pack
-from surface_fusion.fast.step import PackedStep
 from surface_fusion.ops.distributions import MODES
+from surface_fusion.packed.batch import pack
+from surface_fusion.packed.eligibility import why_not_fused, why_not_packed
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.step import PackedStep
+from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.published import (
     GOLDEN_NAMES,
     LABEL_SMOOTHING,

@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import batch, build, incremental_log_probs, log_probs, shaken
 
 NO_DECODER, NO_ENCODER = ("--decoder-layers", "0"), ("--encoder-layers", "0")

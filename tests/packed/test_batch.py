@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.fast.packed import (
+from surface_fusion.packed.batch import (
     SPARE,
     Capacity,
     PackedBatch,

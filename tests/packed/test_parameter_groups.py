@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import build
 
 ATT = ("--surfacefusion", "att", "--sf-gate", "0.8")

@@ -10,11 +10,12 @@ import pytest
 import torch
 from fairseq.data.iterators import BufferedIterator
 
-from surface_fusion import quick_trainer, while_waiting
+from surface_fusion import quick_trainer
 from surface_fusion.early_sums import EarlySums
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.step import PackedStep
+from surface_fusion.packed import host_overlap
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.step import PackedStep
+from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.tiny import SHARED, batch, shaken
 
 
@@ -45,15 +46,15 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(while_waiting, "LONGEST", 60.0)
-    while_waiting.gpu_has_work()  # whatever the last training left
+    monkeypatch.setattr(host_overlap, "LONGEST", 60.0)
+    host_overlap.gpu_has_work()  # whatever the last training left
     yield
-    while_waiting.gpu_has_work()
-    while_waiting._held.clear()
+    host_overlap.gpu_has_work()
+    host_overlap._held.clear()
 
 
 def wait() -> None:
-    with while_waiting.host_waits():
+    with host_overlap.host_waits():
         pass
 
 
@@ -66,19 +67,19 @@ def test_a_batch_is_fetched_when_the_gpu_has_work() -> None:
     wait()
     assert next(batches) == 1
     assert source.settle() == 6  # the buffer is full again
-    while_waiting.gpu_has_work()
+    host_overlap.gpu_has_work()
     assert source.settle() == 7
     wait()
     assert [next(batches), next(batches)] == [2, 3]
     assert source.settle() == 7  # three in the buffer
     assert [next(batches), next(batches), next(batches)] == [4, 5, 6]
     assert source.settle() == 10  # it was less than half full
-    while_waiting.gpu_has_work()
+    host_overlap.gpu_has_work()
     assert list(batches) == list(range(7, 100))
 
 
 def test_where_nobody_trains_batches_come_as_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(while_waiting, "LONGEST", 0.01)
+    monkeypatch.setattr(host_overlap, "LONGEST", 0.01)
     for size in (1, 2, 10):
         wait()
         batches, start = BufferedIterator(size, Source(300)), time.monotonic()
@@ -92,7 +93,7 @@ def test_where_nobody_trains_batches_come_as_they_are_wanted(monkeypatch: pytest
     batches = BufferedIterator(10, source)
     batches.fast_training = True
     assert next(batches) == 0
-    assert source.settle() == 12 and while_waiting._gpu_has_work.is_set()
+    assert source.settle() == 12 and host_overlap._gpu_has_work.is_set()
 
 
 def test_several_batches_in_a_row() -> None:
@@ -138,7 +139,7 @@ def test_the_last_batch_is_given_back_while_the_host_waits() -> None:
     for _ in range(3):
         samples = Batch()
         alive.append(weakref.ref(samples))
-        while_waiting.hold(samples)
+        host_overlap.hold(samples)
         before = [ref() is not None for ref in alive]
         wait()
         del samples
@@ -160,8 +161,8 @@ def test_no_batch_is_kept_by_the_thread() -> None:
 
 def test_no_more_than_two_are_kept_where_nobody_waits() -> None:
     for i in range(5):
-        while_waiting.hold(i)
-    assert while_waiting._held == [3, 4]
+        host_overlap.hold(i)
+    assert host_overlap._held == [3, 4]
 
 
 @pytest.mark.parametrize(("cuda", "early", "held"), [(True, True, 1), (False, True, 0), (True, False, 0)])
@@ -169,17 +170,17 @@ def test_whose_batches_are_kept(cuda: bool, early: bool, held: int) -> None:
     criterion = SimpleNamespace(early_sums=EarlySums()) if early else None
     trainer = SimpleNamespace(cuda=cuda, get_criterion=lambda: criterion, _sync_stats=lambda: False)
     assert quick_trainer.announce_sums(lambda trainer, samples: "log", trainer, ["sample"]) == "log"
-    assert len(while_waiting._held) == held
+    assert len(host_overlap._held) == held
 
 
 def test_the_norm_is_what_the_host_waits_for() -> None:
     model = shaken("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
     flat: Any = FlatParameters.of(model.parameters())
     seen: list[bool] = []
-    sent = SimpleNamespace(synchronize=lambda: seen.append(while_waiting._gpu_has_work.is_set()))
+    sent = SimpleNamespace(synchronize=lambda: seen.append(host_overlap._gpu_has_work.is_set()))
     flat._norm, flat.local_only = (torch.tensor(3.0), sent), True
     assert flat.norm_on_host() == 3
-    assert seen == [True] and not while_waiting._gpu_has_work.is_set()
+    assert seen == [True] and not host_overlap._gpu_has_work.is_set()
 
 
 def test_the_step_says_when() -> None:
@@ -187,6 +188,6 @@ def test_the_step_says_when() -> None:
     step = PackedStep(PackedTransformer(model, FlatParameters.of(model.parameters())), 0.1, 0)
     for run in (step.train, step.evaluate):
         wait()
-        assert not while_waiting._gpu_has_work.is_set()
+        assert not host_overlap._gpu_has_work.is_set()
         run(batch())
-        assert while_waiting._gpu_has_work.is_set()
+        assert host_overlap._gpu_has_work.is_set()

@@ -20,14 +20,14 @@ from surface_fusion.encoder_fusion.dense import Dense
 from surface_fusion.encoder_fusion.dlcl import DLCL
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.encoder_fusion.transparent import LayerAttention
-from surface_fusion.fast.flat import flat_of
-from surface_fusion.fast.groups import layers_of
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
 from surface_fusion.modules.surface_attention import SurfaceAttention
 from surface_fusion.modules.word_dropout import WordDropout
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import WIDEST_HEAD
+from surface_fusion.packed.flat_parameters import flat_of
+from surface_fusion.packed.parameter_groups import layers_of
 
 DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),

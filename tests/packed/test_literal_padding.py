@@ -12,8 +12,8 @@ from fairseq.data import language_pair_dataset
 
 from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.literal_padding import KEY, in_target
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.literal_padding import KEY, in_target
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken
 
 BOS, UNK = 0, 3

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from surface_fusion.fast import recordings as module
-from surface_fusion.fast.packed import Capacity, capacity_for
-from surface_fusion.fast.recordings import RECORDING_ROWS, Graphs
+from surface_fusion.packed import cuda_graphs as module
+from surface_fusion.packed.batch import Capacity, capacity_for
+from surface_fusion.packed.cuda_graphs import RECORDING_ROWS, Graphs
 from tests.helpers.tiny import batch
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.groups import layers_of, self_projections
-from surface_fusion.fast.packed import PackedRows
 from surface_fusion.ops.add_norm import drop, project_activate, project_add_norm
 from surface_fusion.ops.packed_attention import attend_self
+from surface_fusion.packed.batch import PackedRows
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.parameter_groups import layers_of, self_projections
 
 
 class Stream(NamedTuple):

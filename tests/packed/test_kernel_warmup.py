@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from surface_fusion.fast import compile_ahead as module
-from surface_fusion.fast.compile_ahead import Compilation, fork, kernel_calls
 from surface_fusion.ops.backend import INSTALLED
+from surface_fusion.packed import kernel_warmup as module
+from surface_fusion.packed.kernel_warmup import Compilation, fork, kernel_calls
 from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
 from tests.helpers.tiny import shaken
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.packed import Capacity, capacity_for, pack_static
 from surface_fusion.ops.cuda_graph import capture
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
+from surface_fusion.packed.batch import Capacity, capacity_for, pack_static
+from surface_fusion.packed.kernel_warmup import Compilation
 
 if TYPE_CHECKING:
-    from surface_fusion.fast.step import PackedStep
+    from surface_fusion.packed.step import PackedStep
 
 logger = logging.getLogger(__name__)
 

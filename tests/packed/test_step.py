@@ -9,11 +9,11 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from torch import Tensor, nn
 
 from surface_fusion.config.encoder_fusion import NAMES
-from surface_fusion.fast import step as module
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.recordings import tokens_of
-from surface_fusion.fast.step import PackedStep
+from surface_fusion.packed import step as module
+from surface_fusion.packed.cuda_graphs import tokens_of
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.step import PackedStep
+from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.interpreter import INTERPRETED
 from tests.helpers.tiny import batch, build, shaken
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward_ahead import MISSES, ForwardAhead
 from surface_fusion.optimizer import FlatAdamUpdate
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
 from tests.helpers.tiny import batch, shaken
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"

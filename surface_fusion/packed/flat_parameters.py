@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.while_waiting import host_waits
+from surface_fusion.packed.host_overlap import host_waits
 
 ALIGNMENT = 128  # bytes: vectorised loads and tensor cores need addresses that are multiples of this
 NORM_ROW = 1024  # elements: one float32 sum over 44 million elements is 0.3 % off on a CPU

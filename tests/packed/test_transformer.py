@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surface_fusion.fast import layers
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.forward import Features, PackedTransformer
-from surface_fusion.fast.packed import Capacity, PackedBatch, pack, pack_static
 from surface_fusion.ops import add_norm
+from surface_fusion.packed import layers
+from surface_fusion.packed.batch import Capacity, PackedBatch, pack, pack_static
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.transformer import Features, PackedTransformer
 from tests.helpers.interpreter import INTERPRETED, assert_passes_in_the_interpreter, starts_the_interpreter
 from tests.helpers.tiny import PAD, batch, shaken
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from surface_fusion.fast.packed import PackedRows
 from surface_fusion.ops.backend import INTERPRETED
 from surface_fusion.ops.linear_cross_entropy import row_stride
+from surface_fusion.packed.batch import PackedRows
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as ddp
 
 from surface_fusion import SurfaceFusionError
-from surface_fusion.fast.flat import ALIGNMENT, FlatParameters, flat_of
+from surface_fusion.packed.flat_parameters import ALIGNMENT, FlatParameters, flat_of
 
 
 class Attention(nn.Module):

@@ -10,9 +10,9 @@ from fairseq.distributed import FullyShardedDataParallel, ModuleProxyWrapper
 from fairseq.distributed.legacy_distributed_data_parallel import LegacyDistributedDataParallel
 from torch import nn
 
-from surface_fusion.fast import eligibility
-from surface_fusion.fast.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
-from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.packed import eligibility
+from surface_fusion.packed.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import build
 
 ATT = ("--surfacefusion", "att")

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def group_parameters(model: Any) -> None:
-    """Mark the parameters of *model* for :class:`surface_fusion.fast.flat.FlatParameters`."""
+    """Mark the parameters of *model* for :class:`surface_fusion.packed.flat_parameters.FlatParameters`."""
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         for i, layer in enumerate(layers_of(stack)):
             _mark(f"{name}.layers.{i}.self_attn", self_projections(layer))

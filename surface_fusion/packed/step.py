@@ -12,15 +12,15 @@ import torch.distributed as dist
 from fairseq.distributed.utils import get_data_parallel_group
 from torch import Tensor
 
-from surface_fusion.fast.compile_ahead import Compilation
-from surface_fusion.fast.forward import PackedTransformer
-from surface_fusion.fast.forward_ahead import ForwardAhead
-from surface_fusion.fast.packed import PackedBatch, pack
-from surface_fusion.fast.recordings import Forward, Graphs, tokens_of
-from surface_fusion.literal_padding import in_target
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-from surface_fusion.while_waiting import gpu_has_work
+from surface_fusion.packed.batch import PackedBatch, pack
+from surface_fusion.packed.cuda_graphs import Forward, Graphs, tokens_of
+from surface_fusion.packed.forward_prefetch import ForwardAhead
+from surface_fusion.packed.host_overlap import gpu_has_work
+from surface_fusion.packed.kernel_warmup import Compilation
+from surface_fusion.packed.literal_padding import in_target
+from surface_fusion.packed.transformer import PackedTransformer
 
 
 class PackedStep:

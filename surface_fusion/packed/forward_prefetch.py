@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.flat import FlatParameters
+from surface_fusion.packed.flat_parameters import FlatParameters
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.encoder_fusion import LayerAttention, fused_states
-from surface_fusion.fast.flat import FlatParameters
-from surface_fusion.fast.groups import layers_of, memory_projections
-from surface_fusion.fast.layers import PackedLayers
-from surface_fusion.fast.packed import PackedBatch, PackedRows
 from surface_fusion.modules.pooling import PUBLISHED_FIRST_ID
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import attend
+from surface_fusion.packed.batch import PackedBatch, PackedRows
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.layers import PackedLayers
+from surface_fusion.packed.parameter_groups import layers_of, memory_projections
 
 
 class Encoded(NamedTuple):
@@ -41,7 +41,7 @@ class PackedTransformer(PackedLayers):
 
     Args:
         model: a :class:`surface_fusion.model.SurfaceFusionModel` of which
-            :func:`~surface_fusion.fast.eligibility.why_not_packed` says None.
+            :func:`~surface_fusion.packed.eligibility.why_not_packed` says None.
         flat: what its parameters are views of.
     """
 

@@ -21,9 +21,9 @@ from fairseq.models.transformer.transformer_decoder import Linear
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
+from surface_fusion.decoding.incremental import STATE, FastDecoding
 from surface_fusion.encoder_fusion import build_combination
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
-from surface_fusion.fast.decoding import STATE, FastDecoding
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, wrap_layer
 from surface_fusion.modules.no_feed_forward import without_feed_forward
@@ -119,7 +119,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute logits as fairseq's decoder does; incremental decoding uses the fast path if possible.
 
-        On the fast path (:mod:`surface_fusion.fast.decoding`) ``extra`` holds no inner states, and no
+        On the fast path (:mod:`surface_fusion.decoding.incremental`) ``extra`` holds no inner states, and no
         attention if ``make_generation_fast_`` has switched it off.
         """
         state = None

@@ -18,7 +18,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import fast_training, quick_search, quick_trainer, resume
+from surface_fusion import fast_training, quick_trainer, resume, sequence_generator
 from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import (
     accept_split_training_sets,
@@ -74,7 +74,7 @@ def apply() -> None:
     _make_trainings_fast()
     # Same results for every model and command.
     wrap(data_utils, "collate_tokens", collate_tokens)
-    wrap(SequenceGenerator, "_generate", quick_search.generate)
+    wrap(SequenceGenerator, "_generate", sequence_generator.generate)
 
 
 def _restrict_inputs() -> None:

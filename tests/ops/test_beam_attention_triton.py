@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surface_fusion.fast.decode_step import _attend
+from surface_fusion.decoding.step import _attend
 from surface_fusion.ops.backend import INTERPRETED
 from tests.helpers.interpreter import (
     DEVICE,

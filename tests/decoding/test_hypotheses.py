@@ -2,7 +2,7 @@
 
 import torch
 
-from surface_fusion.fast.beam_history import History, hypotheses
+from surface_fusion.decoding.hypotheses import History, hypotheses
 from tests.helpers.tiny import EOS
 
 

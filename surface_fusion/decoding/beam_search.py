@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surface_fusion.fast.beam_history import History, Hypotheses, hypotheses
-from surface_fusion.fast.decode_step import DecodeCache, FusedWeights
-from surface_fusion.fast.decoding import DecodeState, FastDecoding
+from surface_fusion.decoding.hypotheses import History, Hypotheses, hypotheses
+from surface_fusion.decoding.incremental import DecodeState, FastDecoding
+from surface_fusion.decoding.step import DecodeCache, FusedWeights
 
 MOST_LOGITS = 2**27
 """At a time, of both branches: half a GiB in float32; what is computed from them takes twice as much."""

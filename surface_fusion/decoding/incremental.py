@@ -20,9 +20,9 @@ import torch
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
+from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
+from surface_fusion.decoding.step import DecodeCache, FusedWeights, StepOut, position_table
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.decode_step import DecodeCache, FusedWeights, StepOut, position_table
-from surface_fusion.fast.encoder_out import ReorderedEncoderOut
 from surface_fusion.ops.cuda_graph import capture
 from surface_fusion.packed.eligibility import why_not_fast
 
@@ -179,7 +179,7 @@ class FastDecoding:
         return features, out.attention.index_select(0, state.slots)[..., : state.source]
 
     def search_step(self, state: DecodeState, beams: Any, model: Any, rules: Any) -> None:
-        """:meth:`surface_fusion.fast.beam_search.Beams.step` on the state's cache."""
+        """:meth:`surface_fusion.decoding.beam_search.Beams.step` on the state's cache."""
         weights = self._weights
         assert weights is not None
         how = self._next_shape(state), state.decoded == 1, self._is_static(state.slots)

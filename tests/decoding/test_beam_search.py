@@ -10,10 +10,10 @@ from fairseq.search import BeamSearch, DiverseBeamSearch
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator, SequenceGeneratorWithAlignment
 from torch import Tensor
 
-from surface_fusion import quick_search
+from surface_fusion import sequence_generator
+from surface_fusion.decoding import beam_search
+from surface_fusion.decoding.beam_search import Waiting
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast import beam_search
-from surface_fusion.fast.beam_search import Waiting
 from tests.helpers.tiny import EOS, SHARED, VOCAB, batch, build, shaken
 
 HARD = ("--surfacefusion", "att", "--sf-gate", "0.8", SHARED)
@@ -42,12 +42,12 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those of ours that ran."""
     made: list[Any] = []
 
-    class Counted(quick_search.Search):
+    class Counted(sequence_generator.Search):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(quick_search, "Search", Counted)
+    monkeypatch.setattr(sequence_generator, "Search", Counted)
     return made
 
 

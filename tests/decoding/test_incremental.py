@@ -11,9 +11,9 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.utils import move_to_cuda
 from torch import Tensor
 
+from surface_fusion.decoding import incremental
+from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast import decoding
-from surface_fusion.fast.encoder_out import ReorderedEncoderOut
 from tests.helpers.tiny import SHARED, batch, beam_orders, loss, pad_rows, parse, shaken
 
 ATT, MEAN, MAX = (("--surfacefusion", source) for source in ("att", "mean", "max"))
@@ -52,7 +52,7 @@ def plain_twin(model: Any) -> Any:
 
 
 def fast_state(model: Any, incremental_state: dict[str, Any]) -> Any:
-    return model.decoder.get_incremental_state(incremental_state, decoding.STATE)
+    return model.decoder.get_incremental_state(incremental_state, incremental.STATE)
 
 
 @torch.no_grad()
@@ -344,7 +344,7 @@ def test_few_shapes_and_caches_where_they_are_static() -> None:
 )
 def test_what_is_not_known_is_left_to_the_modules(flags: tuple[str, ...], caplog: Any) -> None:
     model = shaken(*ATT, *HARD, *flags)
-    caplog.set_level("INFO", logger=decoding.logger.name)
+    caplog.set_level("INFO", logger=incremental.logger.name)
     for _ in range(2):
         translate([model], batch((5, 3), (4, 4)), 2, max_len_b=6)
     assert not model.decoder.fast_decoding._leases and model.decoder.fast_decoding._weights is None
@@ -454,4 +454,4 @@ def test_graphs_give_the_same_translations(flags: tuple[str, ...]) -> None:
 
 
 def test_sizes_are_rounded_up_to_powers_of_two() -> None:
-    assert [decoding.round_up(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+    assert [incremental.round_up(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]

@@ -2,7 +2,7 @@
 
 fairseq's loop takes more time on the host than a fast step takes on the GPU: of 4.1 ms per step for 128
 sentences with a beam of 4 (H200), the GPU was busy for 1.3 ms. If only plain beam search is requested,
-``fast/beam_search.py`` runs it on the GPU. Otherwise fairseq's search runs.
+``decoding/beam_search.py`` runs it on the GPU. Otherwise fairseq's search runs.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from fairseq.sequence_generator import (
 from torch import Tensor
 
 from surface_fusion.decoder import SurfaceFusionDecoder
+from surface_fusion.decoding.beam_search import Rules, Search
+from surface_fusion.decoding.hypotheses import Hypotheses
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.fast.beam_history import Hypotheses
-from surface_fusion.fast.beam_search import Rules, Search
 from surface_fusion.packed.eligibility import why_not_fast
 from surface_fusion.packed.parameter_groups import layers_of
 

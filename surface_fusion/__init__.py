@@ -11,8 +11,12 @@ with root_logger_left_alone():
 
 compat.apply()
 
-from surface_fusion import architectures, criterion, model, optimizer  # noqa: E402
+from surface_fusion import criterion, optimizer  # noqa: E402
 from surface_fusion.errors import SurfaceFusionError  # noqa: E402
+from surface_fusion.models import (
+    architectures,
+    transformer_surface_fusion,
+)
 from surface_fusion.version import __version__  # noqa: E402
 
 __all__ = ["SurfaceFusionError", "__version__", "architectures", "compat", "criterion", "model", "optimizer"]

@@ -18,10 +18,10 @@ from fairseq.sequence_generator import (
 )
 from torch import Tensor
 
-from surface_fusion.decoder import SurfaceFusionDecoder
 from surface_fusion.decoding.beam_search import Rules, Search
 from surface_fusion.decoding.hypotheses import Hypotheses
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.models.decoder import SurfaceFusionDecoder
 from surface_fusion.packed.eligibility import why_not_fast
 from surface_fusion.packed.parameter_groups import layers_of
 

@@ -23,7 +23,7 @@ RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(autouse=True)
 def checkpoints_say_errors() -> None:
     """The entry point filters that logger until its process ends; here other tests come after it."""
-    logging.getLogger("surface_fusion.checkpoints").filters.clear()
+    logging.getLogger("surface_fusion.models.upgrade_state_dict").filters.clear()
 
 
 @pytest.fixture(scope="session")

@@ -15,14 +15,14 @@ from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
-from surface_fusion.checkpoints import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.untrusted_files import refusals
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.model import MODEL_NAME
+from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
+from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
 
 SUMMARY = "describe a checkpoint; without one, print the versions for a bug report"

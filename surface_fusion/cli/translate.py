@@ -14,8 +14,8 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.hub import TranslationHub
 from surface_fusion.io.lines import bursts
+from surface_fusion.models.hub_interface import TranslationHub
 
 SUMMARY = "translate raw text from standard input, line by line"
 
@@ -133,7 +133,7 @@ def run(argv: Sequence[str]) -> None:
         raise SurfaceFusionError("standard output is closed; the translations go there, as in: > FILE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the locale
-    from surface_fusion.model import SurfaceFusionModel
+    from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
     with trusted_checkpoints(args.trust_checkpoint):

@@ -114,7 +114,7 @@ class FastDecoding:
         """Return the state for a new batch, or None if the regular modules must decode; logs the reason.
 
         Args:
-            decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
+            decoder: a :class:`surface_fusion.models.decoder.SurfaceFusionDecoder`.
             tokens: R x 1, the first tokens.
             encoder_out: the encoder's output for R rows.
         """

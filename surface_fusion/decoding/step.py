@@ -88,7 +88,7 @@ class DecodeCache:
     """What a step reads and writes, for S sentences of B lanes each; d = C / H.
 
     Args:
-        decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
+        decoder: a :class:`surface_fusion.models.decoder.SurfaceFusionDecoder`.
         sentences, beam: S and B.
         length, source: how many target and source positions there is room for.
     """

@@ -13,7 +13,7 @@ def fused_losses(
     """Compute losses summed over the non-padding target tokens.
 
     Args:
-        decoder: a :class:`surface_fusion.decoder.SurfaceFusionDecoder`.
+        decoder: a :class:`surface_fusion.models.decoder.SurfaceFusionDecoder`.
         features: its output with ``features_only``: B x T x C, or B x T x 2 x C.
         sample: a batch as fairseq collates it.
         smoothing: label smoothing epsilon.

@@ -40,7 +40,7 @@ class PackedTransformer(PackedLayers):
     """The forward of a model but for its output embedding.
 
     Args:
-        model: a :class:`surface_fusion.model.SurfaceFusionModel` of which
+        model: a :class:`surface_fusion.models.transformer_surface_fusion.SurfaceFusionModel` of which
             :func:`~surface_fusion.packed.eligibility.why_not_packed` says None.
         flat: what its parameters are views of.
     """

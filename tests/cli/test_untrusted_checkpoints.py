@@ -13,7 +13,7 @@ import torch
 
 from surface_fusion import longest_batch
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.pickles import Touching, expression
 from tests.helpers.small_training import OPTIMISER, TEXT
 

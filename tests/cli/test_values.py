@@ -7,7 +7,7 @@ from fairseq.trainer import Trainer
 
 from surface_fusion.cli.main import main
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
 
 

@@ -17,7 +17,7 @@ from fairseq import checkpoint_utils
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
 from surface_fusion.compat.checkpoint_integrity import CHECKPOINT_NAME, check_records, not_finite
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.small_training import TRAIN
 
 QUERY = "decoder.sf_attn.q_proj.weight"

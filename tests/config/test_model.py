@@ -8,9 +8,9 @@ from dataclasses import fields
 import pytest
 from fairseq.models.transformer import TransformerConfig
 
-from surface_fusion.architectures import base_architecture
 from surface_fusion.config.legacy_flags import fill_defaults
 from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.models.architectures import base_architecture
 from tests.helpers.tiny import SIZES, build, parse
 
 ATT = ("--surfacefusion", "att")

@@ -13,8 +13,8 @@ import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from torch import Tensor
 
-from surface_fusion.checkpoints import PUBLISHED_LAYER_ATTENTION
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.models.upgrade_state_dict import PUBLISHED_LAYER_ATTENTION
 from surface_fusion.ops.distributions import MODES
 from surface_fusion.packed.batch import pack
 from surface_fusion.packed.eligibility import why_not_fused, why_not_packed

@@ -165,4 +165,4 @@ import_user_module(argparse.Namespace(user_dir={str(folder)!r}))
 print(ARCH_MODEL_REGISTRY["transformer_surface_fusion"].__module__)
 """
     printed = run(sys.executable, "-c", code, cwd=site, PYTHONPATH=str(site)).splitlines()
-    assert printed[-1] == "surface_fusion.model"
+    assert printed[-1] == "surface_fusion.models.transformer_surface_fusion"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.conftest import RunFairseq
 from tests.helpers.paths import REFERENCE
 

@@ -27,7 +27,12 @@ def script(name: str) -> ModuleType:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """``run("train", "--quick")`` as the command line does, without a process of its own."""
-    names = ("fairseq", "surface_fusion", "surface_fusion.checkpoints", "fairseq_cli.preprocess")
+    names = (
+        "fairseq",
+        "surface_fusion",
+        "surface_fusion.models.upgrade_state_dict",
+        "fairseq_cli.preprocess",
+    )
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.level, list(logger.filters)) for logger in loggers]
 

@@ -7,7 +7,7 @@ import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from surface_fusion.config.encoder_fusion import NAMES
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.tiny import ARCH, parse
 
 # Layers of either stack, width, inner width, heads, dropout, attention dropout without and with fusion.

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.decoder import SurfaceFusionDecoder
-from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.models.decoder import SurfaceFusionDecoder
+from surface_fusion.models.encoder import SurfaceFusionEncoder
 from surface_fusion.ops.distributions import exponentiated_log_probs, hard_log_probs
 from tests.helpers.tiny import (
     ARCH,

@@ -40,7 +40,7 @@ def load(flags: tuple[str, ...], state: dict[str, Tensor]) -> Any:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "surface_fusion.checkpoints"]
+    return [r.getMessage() for r in caplog.records if r.name == "surface_fusion.models.upgrade_state_dict"]
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import torch
 from fairseq.hub_utils import GeneratorHubInterface
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.hub import MAX_TOKENS, TranslationHub
-from surface_fusion.model import SurfaceFusionModel
+from surface_fusion.models.hub_interface import MAX_TOKENS, TranslationHub
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.paths import REFERENCE
 
 LINES = ["the bird", "a horse sees a house", "the house"]

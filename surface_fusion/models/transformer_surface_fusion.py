@@ -7,14 +7,14 @@ from fairseq import hub_utils
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
-from surface_fusion.checkpoints import adapt_state_dict
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.config.pruning import settle_pruning
-from surface_fusion.decoder import SurfaceFusionDecoder
-from surface_fusion.encoder import SurfaceFusionEncoder
 from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.hub import MAX_TOKENS, TranslationHub
+from surface_fusion.models.decoder import SurfaceFusionDecoder
+from surface_fusion.models.encoder import SurfaceFusionEncoder
+from surface_fusion.models.hub_interface import MAX_TOKENS, TranslationHub
+from surface_fusion.models.upgrade_state_dict import adapt_state_dict
 from surface_fusion.modules.module_tree import ModuleTree
 from surface_fusion.packed.parameter_groups import group_parameters
 
@@ -117,6 +117,6 @@ class SurfaceFusionModel(TransformerModelBase):
             self.module_tree.set_num_updates(self, num_updates)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Adapt checkpoints of the published code and of plain Transformers, see ``checkpoints.py``."""
+        """Adapt checkpoints of the published code and of plain Transformers, see ``models/upgrade_state_dict.py``."""
         super().upgrade_state_dict_named(state_dict, name)
         adapt_state_dict(self, state_dict)

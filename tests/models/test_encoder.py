@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.encoder import SurfaceFusionEncoder
+from surface_fusion.models.encoder import SurfaceFusionEncoder
 from surface_fusion.modules.layerdrop import skip_encoder_layer
 from tests.helpers.tiny import PAD, batch, build, gradients, pad_rows, shaken
 

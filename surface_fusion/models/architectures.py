@@ -10,7 +10,7 @@ from fairseq.models.transformer import transformer_legacy as plain
 
 from surface_fusion.config.command_line import settle_command_line
 from surface_fusion.config.legacy_flags import fill_defaults, flatten_sections
-from surface_fusion.model import MODEL_NAME
+from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 
 logger = logging.getLogger(__name__)
 

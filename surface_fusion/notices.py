@@ -6,7 +6,10 @@ from typing import Any
 
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.config.ranges import check_config
-from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion, unnormalised
+from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
+    FusedLabelSmoothedCrossEntropyCriterion,
+    unnormalised,
+)
 from surface_fusion.packed.eligibility import unwrapped
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from fairseq.trainer import Trainer
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from surface_fusion import early_sums
 from surface_fusion.compat.patching import replaced
+from surface_fusion.criterions import statistics
 from surface_fusion.packed.host_overlap import hold
 
 _TRAIN_STEP, _OPTIMIZER_STEP = FairseqTask.train_step, FairseqTask.optimizer_step
@@ -135,7 +135,7 @@ def sum_over_processes(
     values = {name: torch.as_tensor(value) for name, value in data.items()}
     if device.type != "cuda" or not all(value.numel() == 1 for value in values.values()):
         return all_reduce_dict(data, device, group)
-    order, sums = early_sums.as_vector(values, device)
+    order, sums = statistics.as_vector(values, device)
     dist.all_reduce(sums, group=group)
     found = dict(zip(order, sums.cpu().unbind(), strict=True))
     return {name: found[name].view(values[name].shape) for name in data}
@@ -153,8 +153,8 @@ def sum_at_once(
 def announce_sums(
     train_step: Callable[..., Any], trainer: Any, samples: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``Trainer.train_step``; lets the criterion sum statistics early (``early_sums.py``)."""
-    early = early_sums.of(trainer)
+    """fairseq's ``Trainer.train_step``; lets the criterion sum statistics early (``criterions/statistics.py``)."""
+    early = statistics.of(trainer)
     if early is not None and trainer.cuda:
         hold(samples)
     if early is not None and trainer._sync_stats():
@@ -179,7 +179,7 @@ def send_norm_along(
         return sync(trainer, logging_outputs, *extra, **how)
     slots = _norm_slots(trainer)
     vars(trainer).pop("norm_before", None)
-    early = early_sums.of(trainer)
+    early = statistics.of(trainer)
     found = None if early is None else early.take(logging_outputs)
     if found is not None:
         output, (train_time, *norms) = found

@@ -19,7 +19,6 @@ from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from surface_fusion import fast_training, quick_trainer, resume, sequence_generator
-from surface_fusion.batches_ahead import make_batches_ahead
 from surface_fusion.compat.batching import (
     accept_split_training_sets,
     explain_missing_data,
@@ -50,7 +49,9 @@ from surface_fusion.compat.tasks import allow_second_copy, fix_copies_of_tasks
 from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.config.overrides import refuse_unknown
-from surface_fusion.even_batches import group_evenly
+from surface_fusion.data.balanced_batches import group_evenly
+from surface_fusion.data.collate import collate_tokens
+from surface_fusion.data.epoch_batches import make_batches_ahead
 from surface_fusion.fast_training import wrap_if_fast
 from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.longest_batch import remember_batches, try_longest_batch
@@ -58,7 +59,6 @@ from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
 from surface_fusion.notices import say_at_start
 from surface_fusion.packed.host_overlap import fetch_while_waiting
 from surface_fusion.packed.literal_padding import mark
-from surface_fusion.quick_collate import collate_tokens
 from surface_fusion.quiet import silence_harmless_warnings
 
 __all__ = ["TRUST_VARIABLE", "apply"]

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
 from surface_fusion.config.ranges import RANGES, check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.optimizer import FlatAdamConfig
+from surface_fusion.optim.flat_adam import FlatAdamConfig
 from tests.helpers.tiny import SIZES, build, data_folder, parse
 
 CHECKED_WITH_OTHERS = {

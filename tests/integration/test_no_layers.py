@@ -8,7 +8,9 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 
 from surface_fusion.config.encoder_fusion import NAMES
-from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
+from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
+    FusedLabelSmoothedCrossEntropyCriterion,
+)
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import batch, build, incremental_log_probs, log_probs, shaken

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.optimizer import FlatAdamUpdate
+from surface_fusion.optim.flat_adam import FlatAdamUpdate
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
 from tests.helpers.tiny import batch, shaken

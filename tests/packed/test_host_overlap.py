@@ -11,7 +11,7 @@ import torch
 from fairseq.data.iterators import BufferedIterator
 
 from surface_fusion import quick_trainer
-from surface_fusion.early_sums import EarlySums
+from surface_fusion.criterions.statistics import EarlySums
 from surface_fusion.packed import host_overlap
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.step import PackedStep

@@ -11,7 +11,9 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.data import language_pair_dataset
 
 from surface_fusion.config.encoder_fusion import NAMES
-from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
+from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
+    FusedLabelSmoothedCrossEntropyCriterion,
+)
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.literal_padding import KEY, in_target
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import surface_fusion  # noqa: F401  (puts ours in its place)
-from surface_fusion.quick_collate import collate_tokens
+from surface_fusion.data.collate import collate_tokens
 
 fairseqs = data_utils.collate_tokens.__wrapped__
 PAD = 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
-from surface_fusion.optimizer import FlatAdam
+from surface_fusion.optim.flat_adam import FlatAdam
 from surface_fusion.packed.flat_parameters import flat_of
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import USER_DIR
@@ -397,7 +397,7 @@ def test_local_gradients_are_averaged_and_others_left_to_the_wrapper(monkeypatch
     asked: list[str] = []
     module = Namespace(all_reduce_grads=lambda: asked.append("wrapper"))
     monkeypatch.setattr(optimizer.flat, "average_grads", asked.append)
-    monkeypatch.setattr("surface_fusion.optimizer.get_data_parallel_group", lambda: "group")
+    monkeypatch.setattr("surface_fusion.optim.flat_adam.get_data_parallel_group", lambda: "group")
     for initialised, local_only in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda value=initialised: value)
         optimizer.flat.local_only = local_only

@@ -15,7 +15,9 @@ from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from torch import Tensor
 
-from surface_fusion.criterion import FusedLabelSmoothedCrossEntropyCriterion
+from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
+    FusedLabelSmoothedCrossEntropyCriterion,
+)
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.step import PackedStep
 from tests.helpers.small_training import TRAIN
@@ -82,7 +84,11 @@ def normalized_nll(model: Any, sample: dict[str, Any]) -> float:
 
 def said_by_criterion(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the log tells about ways; fairseq says more, where a test before has turned its log up."""
-    records = [record for record in caplog.records if record.name == "surface_fusion.criterion"]
+    records = [
+        record
+        for record in caplog.records
+        if record.name == "surface_fusion.criterions.fused_label_smoothed_cross_entropy"
+    ]
     return [record.getMessage().partition(": ")[2] for record in records]
 
 
@@ -92,7 +98,7 @@ def test_two_batches_of_an_update(name: str, way: str, caplog: pytest.LogCapture
     """Losses, what is logged, and the sum of the gradients."""
     model, reference = model_of(way, *MODELS[name]), model_of("plain", *MODELS[name])
     ours = criterion(way)
-    with caplog.at_level("INFO", "surface_fusion.criterion"):
+    with caplog.at_level("INFO", "surface_fusion.criterions.fused_label_smoothed_cross_entropy"):
         for sample in SAMPLES:
             loss, size, logged = ours(model, sample)
             expected, expected_size, expected_log = fairseqs()(reference, sample)
@@ -154,7 +160,7 @@ def test_padding_on_the_other_side(way: str, ignored: int, monkeypatch: pytest.M
 
 def test_the_mode_whose_loss_only_the_plain_way_knows(caplog: pytest.LogCaptureFixture) -> None:
     flags = (*ATT, "--sf-mode", "postnorm_v1")
-    with caplog.at_level("INFO", "surface_fusion.criterion"):
+    with caplog.at_level("INFO", "surface_fusion.criterions.fused_label_smoothed_cross_entropy"):
         loss, _, logged = criterion("packed")(model_of("packed", *flags), SAMPLES[0])
     expected, _, expected_log = fairseqs()(model_of("plain", *flags), SAMPLES[0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -227,7 +233,7 @@ def test_each_model_goes_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
         shaken(*ATT, seed=2).double().train(),
         criterion("packed"),
     )
-    with caplog.at_level("INFO", "surface_fusion.criterion"):
+    with caplog.at_level("INFO", "surface_fusion.criterions.fused_label_smoothed_cross_entropy"):
         for _ in range(2):
             for model in (packed, other):
                 expected = fairseqs()(model, SAMPLES[0])[0].item()

@@ -11,7 +11,7 @@ from fairseq.dataclass.configs import FairseqConfig
 from fairseq.trainer import Trainer
 
 from surface_fusion import compat
-from surface_fusion.even_batches import group_evenly
+from surface_fusion.data.balanced_batches import group_evenly
 from surface_fusion.packed.batch import capacity_for
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surface_fusion.early_sums import EarlySums, as_vector, of
+from surface_fusion.criterions.statistics import EarlySums, as_vector, of
 
 
 def output(loss: float, ntokens: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_values_of_the_host_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surface_fusion.early_sums._is_on_gpu", torch.is_tensor)
+    monkeypatch.setattr("surface_fusion.criterions.statistics._is_on_gpu", torch.is_tensor)
     values = {"loss": torch.tensor(1.5), "n": 3, "nll": torch.tensor([2.5]), "m": 4.25}
     order, vector = as_vector(values, torch.device("cpu"))
     assert (order, vector.tolist()) == (["n", "m", "loss", "nll"], [3, 4.25, 1.5, 2.5])

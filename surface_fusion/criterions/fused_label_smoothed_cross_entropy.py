@@ -29,7 +29,7 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from surface_fusion.config.model import PLAIN_HELP
-from surface_fusion.early_sums import EarlySums
+from surface_fusion.criterions.statistics import EarlySums
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.backend import INSTALLED
 from surface_fusion.ops.distributions import at_least_float32

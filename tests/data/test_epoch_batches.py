@@ -12,7 +12,7 @@ from fairseq.data import FairseqDataset
 from fairseq.tasks import FairseqTask
 
 from surface_fusion import compat
-from surface_fusion.batches_ahead import make_batches_ahead
+from surface_fusion.data.epoch_batches import make_batches_ahead
 
 
 class Sentences(FairseqDataset):

@@ -11,7 +11,7 @@ Transformer: mean and deviation over seeds, and a paired bootstrap over the sent
 holds already, by the same flags, is not done again, and its rows name the machine that did it. ``--speed``:
 after that, target tokens a second of training, each alone, fairseq's own Transformer with its own optimizer
 and loss too; steady state, the median over passes. The plugin is loaded there, so it has what the plugin
-changes in fairseq's trainer (``surface_fusion/quick_trainer.py``), too; ``train.py`` measures it without.
+changes in fairseq's trainer (``surface_fusion/training/trainer.py``), too; ``train.py`` measures it without.
 
 ``--quick`` shows that the script works: every method, but one seed, a model of one layer and 3 updates on the
 220 sentence pairs of the tests; 9 minutes on 2 cores of an Intel Xeon (less by ``--jobs 2``). Its BLEU is 0.

@@ -9,7 +9,7 @@ few batches over and over, so this is the steady state; ``tok/s`` is the median 
 was taken from the driver. A point that does not fit into the memory has no row.
 
 fairseq's Transformer is measured in this process, in which the plugin is loaded: it has what the plugin
-changes in fairseq's trainer (``surface_fusion/quick_trainer.py``), too. ``train.py`` measures it without.
+changes in fairseq's trainer (``surface_fusion/training/trainer.py``), too. ``train.py`` measures it without.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from surface_fusion.compat.patching import replaced
 from surface_fusion.config.ranges import check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
-from surface_fusion.notices import say_at_first_batch
+from surface_fusion.training.notices import say_at_first_batch
 
 
 @dataclass(frozen=True)

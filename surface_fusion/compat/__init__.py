@@ -18,7 +18,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import fast_training, quick_trainer, resume, sequence_generator
+from surface_fusion import sequence_generator
+from surface_fusion.compat import resume
 from surface_fusion.compat.batching import (
     accept_split_training_sets,
     explain_missing_data,
@@ -41,10 +42,12 @@ from surface_fusion.compat.distributed import start_processes_on_cpus, wait_for_
 from surface_fusion.compat.generation import fix_diverse_beam, fix_ngram_blocking, fix_replace_unk
 from surface_fusion.compat.hub import keep_order_of_lines, translate_beyond_max_tokens
 from surface_fusion.compat.interactive import answer_each_line
+from surface_fusion.compat.last_batches import keep_last_batch, leave_out_dummies
 from surface_fusion.compat.literals import parse_literals
 from surface_fusion.compat.patching import wrap
 from surface_fusion.compat.process_state import start_each_training_anew
 from surface_fusion.compat.shards import read_one_shard
+from surface_fusion.compat.silence import silence_harmless_warnings
 from surface_fusion.compat.tasks import allow_second_copy, fix_copies_of_tasks
 from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.compat.untrusted_files import restrict_untrusted_files
@@ -52,14 +55,13 @@ from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.data.balanced_batches import group_evenly
 from surface_fusion.data.collate import collate_tokens
 from surface_fusion.data.epoch_batches import make_batches_ahead
-from surface_fusion.fast_training import wrap_if_fast
-from surface_fusion.last_batches import keep_last_batch, leave_out_dummies
-from surface_fusion.longest_batch import remember_batches, try_longest_batch
-from surface_fusion.next_batch import begin_next, remember_buffer, use_begun
-from surface_fusion.notices import say_at_start
 from surface_fusion.packed.host_overlap import fetch_while_waiting
 from surface_fusion.packed.literal_padding import mark
-from surface_fusion.quiet import silence_harmless_warnings
+from surface_fusion.training import fast_training, trainer
+from surface_fusion.training.fast_training import wrap_if_fast
+from surface_fusion.training.memory_check import remember_batches, try_longest_batch
+from surface_fusion.training.next_batch import begin_next, remember_buffer, use_begun
+from surface_fusion.training.notices import say_at_start
 
 __all__ = ["TRUST_VARIABLE", "apply"]
 
@@ -132,23 +134,23 @@ def _repair_fairseq() -> None:
 
 def _make_trainings_fast() -> None:
     """Speed up the training of SurfaceFusion models without ``--sf-plain``; others are unchanged."""
-    wrap_if_fast(Trainer, "__init__", quick_trainer.build_quickly)
+    wrap_if_fast(Trainer, "__init__", trainer.build_quickly)
     wrap(Trainer, "__init__", fast_training.decide)  # around it: decides whether the training is fast
     wrap_if_fast(Trainer, "train_step", use_begun)
     # Outermost, because it keeps the batches as the trainer receives them.
-    wrap_if_fast(Trainer, "train_step", quick_trainer.announce_sums)
+    wrap_if_fast(Trainer, "train_step", trainer.announce_sums)
     wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
     wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)
     wrap_if_fast(BufferedIterator, "_create_consumer", fetch_while_waiting)
     wrap_if_fast(BufferedIterator, "__next__", remember_buffer)
     wrap_if_fast(Trainer, "set_num_updates", begin_next)
-    wrap_if_fast(Trainer, "get_train_iterator", quick_trainer.keep_data_workers)
+    wrap_if_fast(Trainer, "get_train_iterator", trainer.keep_data_workers)
     wrap_if_fast(Trainer, "get_train_iterator", group_evenly)
     wrap_if_fast(Trainer, "get_train_iterator", remember_batches)
     wrap_if_fast(Trainer, "begin_epoch", try_longest_batch)
-    wrap_if_fast(Trainer, "_build_optimizer", quick_trainer.build_quick_schedule)
-    wrap_if_fast(Trainer, "_set_seed", quick_trainer.set_seed)
-    wrap_if_fast(Trainer, "_check_grad_norms", quick_trainer.compare_norms_later)
-    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.sum_at_once)
-    wrap_if_fast(Trainer, "_fast_stat_sync_sum", quick_trainer.send_norm_along)
+    wrap_if_fast(Trainer, "_build_optimizer", trainer.build_quick_schedule)
+    wrap_if_fast(Trainer, "_set_seed", trainer.set_seed)
+    wrap_if_fast(Trainer, "_check_grad_norms", trainer.compare_norms_later)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", trainer.sum_at_once)
+    wrap_if_fast(Trainer, "_fast_stat_sync_sum", trainer.send_norm_along)

@@ -188,7 +188,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy the values to the CPU without waiting: the trainer later waits for the gradient norm.
 
-        With several processes the values stay on the GPU, where ``quick_trainer.py`` sums them.
+        With several processes the values stay on the GPU, where ``training/trainer.py`` sums them.
         """
         one = next(iter(logged.values()))
         if not one.is_cuda or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from surface_fusion import longest_batch
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
+from surface_fusion.training import memory_check
 from tests.helpers.pickles import Touching, expression
 from tests.helpers.small_training import OPTIMISER, TEXT
 
@@ -190,7 +190,7 @@ def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
 def test_a_language_model_is_trained_resumed_and_validated(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(longest_batch, "_try", lambda *args: None, raising=False)
+    monkeypatch.setattr(memory_check, "_try", lambda *args: None, raising=False)
     text = ("--only-source", "--trainpref", TEXT / "train.en", "--validpref", TEXT / "valid.en")
     assert command("preprocess", *text, "--destdir", tmp_path / "lm").status == 0
     flags = (

@@ -10,7 +10,6 @@ import pytest
 import torch
 from fairseq.data.iterators import BufferedIterator
 
-from surface_fusion import quick_trainer
 from surface_fusion.criterions.statistics import EarlySums
 from surface_fusion.packed import host_overlap
 from surface_fusion.packed.flat_parameters import FlatParameters
@@ -169,7 +168,7 @@ def test_no_more_than_two_are_kept_where_nobody_waits() -> None:
 def test_whose_batches_are_kept(cuda: bool, early: bool, held: int) -> None:
     criterion = SimpleNamespace(early_sums=EarlySums()) if early else None
     trainer = SimpleNamespace(cuda=cuda, get_criterion=lambda: criterion, _sync_stats=lambda: False)
-    assert quick_trainer.announce_sums(lambda trainer, samples: "log", trainer, ["sample"]) == "log"
+    assert trainer.announce_sums(lambda trainer, samples: "log", trainer, ["sample"]) == "log"
     assert len(host_overlap._held) == held
 
 

@@ -13,7 +13,7 @@ from fairseq.tasks import FairseqTask
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
-from surface_fusion.resume import with_advice_on_resets
+from surface_fusion.compat.resume import with_advice_on_resets
 from tests.helpers.small_training import TRAIN
 
 
@@ -107,7 +107,7 @@ def test_the_same_processes_and_old_checkpoints_are_as_before(
         rest(before, 3)
         after.load_state_dict({k: v for k, v in before.state_dict().items() if k not in drop})
         assert rest(after) == whole[3:]
-    assert not [record for record in caplog.records if record.name == "surface_fusion.resume"]
+    assert not [record for record in caplog.records if record.name == "surface_fusion.compat.resume"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from fairseq.tasks.translation import TranslationTask
 from fairseq.utils import set_torch_seed
 from omegaconf import DictConfig, OmegaConf
 
-from surface_fusion import quick_trainer
-from surface_fusion.quick_trainer import (
+from surface_fusion.training import trainer
+from surface_fusion.training.trainer import (
     ReadOnceConfig,
     announce_sums,
     build_quickly,
@@ -106,7 +106,7 @@ def test_what_is_removed_is_gone(remove: Callable[[Any], Any]) -> None:
 
 def test_what_refers_to_another_value_follows_it() -> None:
     root = OmegaConf.create({"task": {"impl": "${dataset.impl}"}, "dataset": {"impl": "mmap"}})
-    quick_trainer._read_once(root.task)
+    trainer._read_once(root.task)
     assert root.task.impl == "mmap"
     root.dataset.impl = "raw"
     assert root.task.impl == "raw"
@@ -119,7 +119,7 @@ def test_the_schedule_of_the_learning_rate_looks_up_once(monkeypatch: pytest.Mon
     def build(trainer: Any) -> None:
         trainer._lr_scheduler = Namespace(cfg=cfg)
 
-    quick_trainer.build_quick_schedule(build, trainer)
+    trainer.build_quick_schedule(build, trainer)
     looked_up: list[str] = []
     original = DictConfig.__getattr__
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_the_schedule_of_the_learning_rate_looks_up_once(monkeypatch: pytest.Mon
     )
     assert [trainer._lr_scheduler.cfg.warmup_updates for _ in range(3)] == [4, 4, 4]
     assert looked_up == ["warmup_updates"]
-    quick_trainer.build_quick_schedule(lambda trainer: None, Namespace(_lr_scheduler=Namespace()))
+    trainer.build_quick_schedule(lambda trainer: None, Namespace(_lr_scheduler=Namespace()))
 
 
 def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
@@ -159,14 +159,14 @@ def test_the_seed_is_fairseqs(cfg: DictConfig) -> None:
     trainer = built(cfg)
     set_torch_seed(cfg.common.seed + 3)
     expected = torch.rand(5)
-    quick_trainer.set_seed(lambda _: pytest.fail("not for a TPU"), trainer)
+    trainer.set_seed(lambda _: pytest.fail("not for a TPU"), trainer)
     assert torch.rand(5).equal(expected)
 
 
 def test_a_tpu_is_left_to_fairseq(cfg: DictConfig) -> None:
     trainer, asked = built(cfg), []
     trainer.tpu = True
-    quick_trainer.set_seed(asked.append, trainer)
+    trainer.set_seed(asked.append, trainer)
     assert asked == [trainer]
 
 

@@ -28,7 +28,8 @@ from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
-from surface_fusion import SurfaceFusionError, quiet
+from surface_fusion import SurfaceFusionError
+from surface_fusion.compat import silence
 from tests.helpers.paths import HELPERS, REFERENCE
 from tests.helpers.tiny import SHARED, batch, build, data_folder, shaken
 
@@ -384,7 +385,7 @@ WARNING_SOURCES = {
 }
 
 
-@pytest.mark.parametrize("message", [message for message, _, _ in quiet.HARMLESS_WARNINGS])
+@pytest.mark.parametrize("message", [message for message, _, _ in silence.HARMLESS_WARNINGS])
 def test_the_noise_is_still_made(message: str) -> None:
     (package, file, text) = next(source for key, source in WARNING_SOURCES.items() if key in message)
     folder = Path(next(iter(find_spec(package).submodule_search_locations)))

@@ -12,7 +12,7 @@ from surface_fusion.cli.main import main
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
-from surface_fusion.notices import notices, say_at_first_batch
+from surface_fusion.training.notices import notices, say_at_first_batch
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import build
 

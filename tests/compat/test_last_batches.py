@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from surface_fusion.last_batches import leave_out_dummies
+from surface_fusion.compat.last_batches import leave_out_dummies
 
 
 @pytest.mark.parametrize(

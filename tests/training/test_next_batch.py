@@ -14,11 +14,11 @@ from fairseq.data.iterators import BufferedIterator, GroupedIterator
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
-from surface_fusion import next_batch
 from surface_fusion.packed.batch import pack
 from surface_fusion.packed.cuda_graphs import tokens_of
 from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
 from surface_fusion.packed.step import PackedStep
+from surface_fusion.training import next_batch
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import USER_DIR
 

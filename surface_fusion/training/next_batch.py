@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from surface_fusion.quick_trainer import is_fairseqs_loop, seed_of_update
+from surface_fusion.training.trainer import is_fairseqs_loop, seed_of_update
 
 
 class Begun(NamedTuple):

@@ -19,11 +19,11 @@ from fairseq.sequence_generator import (
 from torch import Tensor
 
 from surface_fusion.decoding.beam_search import Rules, Search
+from surface_fusion.decoding.eligibility import why_not_fast
 from surface_fusion.decoding.hypotheses import Hypotheses
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.decoder import SurfaceFusionDecoder
-from surface_fusion.packed.eligibility import why_not_fast
-from surface_fusion.packed.parameter_groups import layers_of
+from surface_fusion.modules.stacks import layers_of
 
 GENERATORS = SequenceGenerator, SequenceGeneratorWithAlignment
 ENSEMBLES = EnsembleModel, EnsembleModelWithAlignment

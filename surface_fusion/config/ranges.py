@@ -121,8 +121,8 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     (SEED, "seed fixed_validation_seed"),
 )
 RANGES: dict[str, Range] = {name: kind for kind, names in _GROUPS for name in names.split()}
-"""Range by field name, such as ``label_smoothing``. ``config/model.py`` and ``config/encoder_fusion.py`` check
-values that depend on other flags."""
+"""Range by field name, such as ``label_smoothing``. ``config/model.py`` and ``config/encoder_fusion.py``
+check values that depend on other flags."""
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""The criterion ``fused_label_smoothed_cross_entropy``."""

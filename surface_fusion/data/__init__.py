@@ -1,0 +1,1 @@
+"""Batches: load balancing, building them ahead of time, and collation."""

@@ -1,0 +1,1 @@
+"""Incremental decoding and beam search on the device."""

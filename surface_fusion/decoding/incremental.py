@@ -20,11 +20,11 @@ import torch
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
+from surface_fusion.decoding.eligibility import why_not_fast
 from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
 from surface_fusion.decoding.step import DecodeCache, FusedWeights, StepOut, position_table
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.cuda_graph import capture
-from surface_fusion.packed.eligibility import why_not_fast
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
+from surface_fusion.modules.stacks import layers_of
 from surface_fusion.ops.backend import use_kernels
-from surface_fusion.packed.parameter_groups import layers_of
 
 NARROW_HEAD = 128
 """Head widths that the Triton kernel supports; torch handles wider ones, as the surface's single head."""

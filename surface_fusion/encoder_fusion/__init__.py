@@ -1,6 +1,7 @@
 """Encoder layer fusion: combine the encoder's layers into the decoder's memory (``--encoder-fusion``).
 
-Each method has its own file. To add one, add its file, a line below, its name in ``config/model.py``, and a test.
+Each method has its own file. To add one, add its file, a line below, its name in
+``config/encoder_fusion.py``, and a test.
 """
 
 from collections.abc import Callable

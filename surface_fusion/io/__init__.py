@@ -1,0 +1,1 @@
+"""Files: atomic writes, and text files read line by line."""

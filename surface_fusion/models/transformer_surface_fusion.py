@@ -117,6 +117,6 @@ class SurfaceFusionModel(TransformerModelBase):
             self.module_tree.set_num_updates(self, num_updates)
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Adapt checkpoints of the published code and of plain Transformers, see ``models/upgrade_state_dict.py``."""
+        """Adapt checkpoints of the published code and plain Transformers (``upgrade_state_dict.py``)."""
         super().upgrade_state_dict_named(state_dict, name)
         adapt_state_dict(self, state_dict)

@@ -1,0 +1,1 @@
+"""Layers, and functions of layers, that encoder and decoder are built from."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.ops.backend import use_kernels
-from surface_fusion.packed.batch import PackedRows, Places
+from surface_fusion.ops.packed_rows import PackedRows, Places
 
 WIDEST_HEAD = 1024
 """Maximum width of a head, which must fit into a multiprocessor; callers must check it."""

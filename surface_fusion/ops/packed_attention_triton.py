@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surface_fusion.ops.dropout_triton import keep
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 
 UNLIMITED = 2**30
 """Number of later rows that a non-causal query may attend to; lets one kernel serve both cases."""

@@ -1,0 +1,1 @@
+"""The optimizer ``flat_adam``."""

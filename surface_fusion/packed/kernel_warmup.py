@@ -22,7 +22,7 @@ import torch
 
 from surface_fusion.ops.backend import INTERPRETED
 from surface_fusion.ops.linear_cross_entropy import row_stride
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 

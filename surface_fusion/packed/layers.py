@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from surface_fusion.modules.stacks import layers_of
 from surface_fusion.ops.add_norm import drop, project_activate, project_add_norm
 from surface_fusion.ops.packed_attention import attend_self
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.parameter_groups import layers_of, self_projections
+from surface_fusion.packed.parameter_groups import self_projections
 
 
 class Stream(NamedTuple):
@@ -151,7 +152,7 @@ class PackedLayers:
         return stream._replace(states=[*stream.states, residual])
 
     def _combined(self, stream: Stream, stack: Any) -> Stream:
-        """Combine all outputs so far into the input of a layer, as ``encoder_fusion/layer_combination.py`` does."""
+        """Combine all outputs so far into the input of a layer, as the modules do."""
         kept, depth = list(stream.kept), len(stream.kept)
         x = self._call(stack.combination, stream.residual, kept)
         norm = norm_before(stack, depth)

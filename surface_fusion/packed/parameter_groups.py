@@ -6,7 +6,7 @@ encoder, which read the same input. Names and shapes in checkpoints do not chang
 
 from typing import Any
 
-from torch import nn
+from surface_fusion.modules.stacks import layers_of
 
 
 def group_parameters(model: Any) -> None:
@@ -36,11 +36,6 @@ def memory_projections(decoder: Any) -> dict[int, list[Any]]:
             memory = getattr(layer, "memory_index", -1)
             found.setdefault(memory, []).extend([attention.k_proj, attention.v_proj])
     return found
-
-
-def layers_of(stack: Any) -> list[Any]:
-    """All layers, including those that LayerDrop would drop, without FSDP wrappers."""
-    return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]
 
 
 def _mark(name: str, projections: list[Any]) -> None:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from surface_fusion.encoder_fusion import LayerAttention, fused_states
 from surface_fusion.modules.pooling import PUBLISHED_FIRST_ID
+from surface_fusion.modules.stacks import layers_of
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import attend
-from surface_fusion.packed.batch import PackedBatch, PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
+from surface_fusion.packed.batch import PackedBatch
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.layers import PackedLayers
-from surface_fusion.packed.parameter_groups import layers_of, memory_projections
+from surface_fusion.packed.parameter_groups import memory_projections
 
 
 class Encoded(NamedTuple):

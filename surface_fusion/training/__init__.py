@@ -1,0 +1,1 @@
+"""The trainer of SurfaceFusion models, and what it does at the start of a training."""

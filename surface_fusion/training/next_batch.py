@@ -4,7 +4,8 @@ Between two updates the host logs, checks whether to validate or save, and fetch
 the GPU was idle for 1.3 ms (base model, H200; an update takes 20 to 27 ms with 16,384 tokens, 7.5 ms with
 2,048). The next batch is in fairseq's prefetch buffer by then, so its forward can start at once; when the
 trainer reaches the batch, it uses the result. Updates are the same as without it:
-``packed/forward_prefetch.py`` checks that nothing relevant has changed. Used in fairseq's own training loop only.
+``packed/forward_prefetch.py`` checks that nothing relevant has changed. Used in fairseq's own
+training loop only.
 """
 
 import weakref

@@ -153,7 +153,7 @@ def sum_at_once(
 def announce_sums(
     train_step: Callable[..., Any], trainer: Any, samples: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``Trainer.train_step``; lets the criterion sum statistics early (``criterions/statistics.py``)."""
+    """fairseq's ``Trainer.train_step``; lets the criterion sum statistics early."""
     early = statistics.of(trainer)
     if early is not None and trainer.cuda:
         hold(samples)

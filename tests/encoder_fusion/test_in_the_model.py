@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from surface_fusion.config.encoder_fusion import NAMES
+from surface_fusion.decoding.eligibility import why_not_fast
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.packed.batch import pack
-from surface_fusion.packed.eligibility import why_not_fast, why_not_fused, why_not_packed
+from surface_fusion.packed.eligibility import why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer

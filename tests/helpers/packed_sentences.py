@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 
 
 def rows_of(lengths: Sequence[int], device: str = "cpu") -> PackedRows:

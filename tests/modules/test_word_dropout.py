@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from surface_fusion.decoding.eligibility import why_not_fast
 from surface_fusion.modules.word_dropout import WordDropout
-from surface_fusion.packed.eligibility import why_not_fast, why_not_packed
+from surface_fusion.packed.eligibility import why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import (
     PAD,

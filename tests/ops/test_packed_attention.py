@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surface_fusion.ops.packed_attention import attend_padded
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 from tests.helpers.packed_sentences import rows_of
 
 QUERIES, KEYS = (3, 1, 5, 2), (4, 6, 1, 2)

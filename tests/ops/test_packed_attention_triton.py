@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from surface_fusion.ops.packed_attention import attend, attend_padded, attend_self
-from surface_fusion.packed.batch import PackedRows
+from surface_fusion.ops.packed_rows import PackedRows
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,

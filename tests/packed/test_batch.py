@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surface_fusion.packed.batch import (
-    SPARE,
-    Capacity,
-    PackedBatch,
-    PackedRows,
-    capacity_for,
-    pack,
-    pack_static,
-)
+from surface_fusion.ops.packed_rows import PackedRows
+from surface_fusion.packed.batch import SPARE, Capacity, PackedBatch, capacity_for, pack, pack_static
 from tests.helpers.tiny import PAD, pad_rows
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

@@ -221,9 +221,9 @@ def update(trainers: list[Any], norms: list[float]) -> None:
         sent.append([*extra])
         return outputs, [*extra]
 
-    for trainer in trainers:  # each for itself, to see what it sends
-        norm = getattr(trainer, "norm_before", -1.0)
-        send_norm_along(keep, trainer, ["log"], 5.0, 6.0, ignore=False)
+    for one in trainers:  # each for itself, to see what it sends
+        norm = getattr(one, "norm_before", -1.0)
+        send_norm_along(keep, one, ["log"], 5.0, 6.0, ignore=False)
         trainer.norm_before = norm
     sums = [torch.tensor(sum(column)) for column in zip(*sent, strict=True)]
     for trainer in trainers:
@@ -239,8 +239,8 @@ def test_norms_on_gpus_are_compared_an_update_later(cfg: DictConfig) -> None:
     trainers = [of_two(cfg, 0), of_two(cfg, 1)]
     update(trainers, [3.0, 3.0])
     update(trainers, [2.0, 2.0])
-    for trainer in trainers:  # an overflow: no norm
-        del trainer.norm_before
+    for one in trainers:  # an overflow: no norm
+        del one.norm_before
     update(trainers, [3.0, 4.0])
     with pytest.raises(FloatingPointError, match=r"of the update before differ.*\[3.0, 4.0\]"):
         update(trainers, [3.0, 3.0])

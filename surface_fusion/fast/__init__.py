@@ -1,1 +1,0 @@
-"""The fast path: same results as the plain modules with fewer kernels and less memory."""

@@ -1,9 +1,9 @@
 """Predictions of the softmax layer's two branches, for each token of the references.
 
 With the features h of the target branch and r of the surface branch, z = E h and s = E r
-(``models/decoder.py``), each token has the top words of z, s and the fused distribution, their probabilities of the reference's token,
-and the gate. The surface *decides* if the fused top word differs from the target branch's. It *copies* if its
-own top word is in the source sentence and is not a special symbol.
+(``models/decoder.py``), each token has the top words of z, s and the fused distribution, their probabilities
+of the reference's token, and the gate. The surface *decides* if the fused top word differs from the target
+branch's. It *copies* if its own top word is in the source sentence and is not a special symbol.
 """
 
 from collections.abc import Iterator

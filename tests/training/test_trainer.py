@@ -224,15 +224,13 @@ def update(trainers: list[Any], norms: list[float]) -> None:
     for one in trainers:  # each for itself, to see what it sends
         norm = getattr(one, "norm_before", -1.0)
         send_norm_along(keep, one, ["log"], 5.0, 6.0, ignore=False)
-        trainer.norm_before = norm
+        one.norm_before = norm
     sums = [torch.tensor(sum(column)) for column in zip(*sent, strict=True)]
-    for trainer in trainers:
-        found = send_norm_along(
-            lambda *given, ignore: (given[1], sums), trainer, ["log"], 5.0, 6.0, ignore=False
-        )
+    for one in trainers:
+        found = send_norm_along(lambda *given, ignore: (given[1], sums), one, ["log"], 5.0, 6.0, ignore=False)
         assert found == (["log"], [10, 12])
-    for trainer, norm in zip(trainers, norms, strict=True):
-        compare_norms_later(lambda *_: pytest.fail("gathered already"), trainer, torch.tensor(norm))
+    for one, norm in zip(trainers, norms, strict=True):
+        compare_norms_later(lambda *_: pytest.fail("gathered already"), one, torch.tensor(norm))
 
 
 def test_norms_on_gpus_are_compared_an_update_later(cfg: DictConfig) -> None:

@@ -55,7 +55,6 @@ from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.data.balanced_batches import group_evenly
 from surface_fusion.data.collate import collate_tokens
 from surface_fusion.data.epoch_batches import make_batches_ahead
-from surface_fusion.packed.host_overlap import fetch_while_waiting
 from surface_fusion.packed.literal_padding import mark
 from surface_fusion.training import fast_training, trainer
 from surface_fusion.training.fast_training import wrap_if_fast
@@ -142,7 +141,6 @@ def _make_trainings_fast() -> None:
     wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
     wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)
-    wrap_if_fast(BufferedIterator, "_create_consumer", fetch_while_waiting)
     wrap_if_fast(BufferedIterator, "__next__", remember_buffer)
     wrap_if_fast(Trainer, "set_num_updates", begin_next)
     wrap_if_fast(Trainer, "get_train_iterator", trainer.keep_data_workers)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.packed.host_overlap import host_waits
 
 ALIGNMENT = 128  # bytes: vectorised loads and tensor cores need addresses that are multiples of this
 NORM_ROW = 1024  # elements: one float32 sum over 44 million elements is 0.3 % off on a CPU
@@ -176,8 +175,7 @@ class FlatParameters:
         if self._norm is None or not self._written_here:
             return self.grad_norm().cpu()
         norm, sent = self._norm
-        with host_waits():
-            sent.synchronize()
+        sent.synchronize()
         return norm
 
     def average_early(self, group: Optional[dist.ProcessGroup]) -> None:

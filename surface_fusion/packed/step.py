@@ -17,7 +17,6 @@ from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_c
 from surface_fusion.packed.batch import PackedBatch, pack
 from surface_fusion.packed.cuda_graphs import Forward, Graphs, tokens_of
 from surface_fusion.packed.forward_prefetch import ForwardAhead
-from surface_fusion.packed.host_overlap import gpu_has_work
 from surface_fusion.packed.kernel_warmup import Compilation
 from surface_fusion.packed.literal_padding import in_target
 from surface_fusion.packed.transformer import PackedTransformer
@@ -72,7 +71,6 @@ class PackedStep:
                 return self._by_modules(sample)
             batch = pack(*tokens_of(sample), self.padding_idx)
             losses = self.losses(batch)
-        gpu_has_work()
         return losses
 
     def begin(self, sample: dict[str, Any], seed: int) -> bool:
@@ -111,7 +109,6 @@ class PackedStep:
             losses, backward = self.forward(pack(*tokens_of(sample), self.padding_idx))
         if self._graphs is not None:
             self._graphs.record_pending()
-        gpu_has_work()
 
         def run(scale: Tensor) -> None:
             if last and before_last is not None:

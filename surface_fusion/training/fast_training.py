@@ -12,7 +12,6 @@ from fairseq.data.iterators import BufferedIterator
 
 from surface_fusion.compat.patching import wrap
 from surface_fusion.config.model import SurfaceFusionConfig
-from surface_fusion.packed import host_overlap
 from surface_fusion.packed.eligibility import unwrapped
 
 
@@ -37,7 +36,6 @@ def decide(
     init: Callable[..., None], trainer: Any, cfg: Any, task: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     """fairseq's ``Trainer.__init__``; first sets ``fast_training`` of the trainer and its task."""
-    host_overlap.forget()
     trainer.fast_training = trains_fast(model)
     if task is not None:
         task.fast_training = trainer.fast_training

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from surface_fusion.compat.patching import replaced
 from surface_fusion.criterions import statistics
-from surface_fusion.packed.host_overlap import hold
 
 _TRAIN_STEP, _OPTIMIZER_STEP = FairseqTask.train_step, FairseqTask.optimizer_step
 
@@ -155,8 +154,6 @@ def announce_sums(
 ) -> Any:
     """fairseq's ``Trainer.train_step``; lets the criterion sum statistics early."""
     early = statistics.of(trainer)
-    if early is not None and trainer.cuda:
-        hold(samples)
     if early is not None and trainer._sync_stats():
         extra = [trainer._local_cumulative_training_time(), *_norm_slots(trainer)]
         early.announce(extra, trainer.data_parallel_process_group)

@@ -54,7 +54,6 @@ from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.data.balanced_batches import group_evenly
 from surface_fusion.data.collate import collate_tokens
-from surface_fusion.data.epoch_batches import make_batches_ahead
 from surface_fusion.packed.literal_padding import mark
 from surface_fusion.training import fast_training, trainer
 from surface_fusion.training.fast_training import wrap_if_fast
@@ -138,7 +137,6 @@ def _make_trainings_fast() -> None:
     wrap_if_fast(Trainer, "train_step", use_begun)
     # Outermost, because it keeps the batches as the trainer receives them.
     wrap_if_fast(Trainer, "train_step", trainer.announce_sums)
-    wrap_if_fast(FairseqTask, "get_batch_iterator", make_batches_ahead)
     wrap_if_fast(FairseqTask, "get_batch_iterator", fast_training.mark_iterator)
     wrap_if_fast(EpochBatchIterator, "_get_iterator_for_epoch", fast_training.mark_buffer)
     wrap_if_fast(BufferedIterator, "__next__", remember_buffer)

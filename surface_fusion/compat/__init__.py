@@ -53,7 +53,6 @@ from surface_fusion.compat.text_files import end_lines_at_line_feeds
 from surface_fusion.compat.untrusted_files import restrict_untrusted_files
 from surface_fusion.config.overrides import refuse_unknown
 from surface_fusion.data.balanced_batches import group_evenly
-from surface_fusion.data.collate import collate_tokens
 from surface_fusion.packed.literal_padding import mark
 from surface_fusion.training import fast_training, trainer
 from surface_fusion.training.fast_training import wrap_if_fast
@@ -73,7 +72,6 @@ def apply() -> None:
     _repair_fairseq()
     _make_trainings_fast()
     # Same results for every model and command.
-    wrap(data_utils, "collate_tokens", collate_tokens)
     wrap(SequenceGenerator, "_generate", sequence_generator.generate)
 
 

@@ -16,6 +16,9 @@ from surface_fusion.errors import SurfaceFusionError  # noqa: E402
 from surface_fusion.models import architectures  # noqa: E402, F401
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel  # noqa: E402
 from surface_fusion.optim import flat_adam  # noqa: E402, F401
+from surface_fusion.training import hook  # noqa: E402
 from surface_fusion.version import __version__  # noqa: E402
 
 __all__ = ["SurfaceFusionError", "SurfaceFusionModel", "__version__", "compat"]
+
+hook.install()

@@ -25,7 +25,7 @@ from surface_fusion.compat.patching import replaced
 from surface_fusion.config.ranges import check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
-from surface_fusion.training.notices import say_at_first_batch
+from surface_fusion.training.notices import log_before_first_batch
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
             changes.enter_context(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, rest)))
         if verb == "validate":
             changes.enter_context(
-                replaced(FairseqTask, "valid_step", say_at_first_batch(FairseqTask.valid_step))
+                replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step))
             )
         fairseqs_call_main = distributed_utils.call_main
 

@@ -16,7 +16,7 @@ from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.packed.batch import PackedBatch, pack
 from surface_fusion.packed.cuda_graphs import Forward, Graphs, tokens_of
-from surface_fusion.packed.forward_prefetch import ForwardAhead
+from surface_fusion.packed.forward_prefetch import ForwardPrefetch
 from surface_fusion.packed.kernel_warmup import Compilation
 from surface_fusion.packed.literal_padding import in_target
 from surface_fusion.packed.transformer import PackedTransformer
@@ -46,7 +46,7 @@ class PackedStep:
         self.padding_idx = packed.decoder.padding_idx
         self._trigger = torch.zeros((), requires_grad=True)
         self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
-        self._ahead: ForwardAhead[Forward] = ForwardAhead(packed.flat)
+        self._prefetch: ForwardPrefetch[Forward] = ForwardPrefetch(packed.flat)
 
     def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
@@ -73,18 +73,18 @@ class PackedStep:
             losses = self.losses(batch)
         return losses
 
-    def begin(self, sample: dict[str, Any], seed: int) -> bool:
+    def prefetch(self, sample: dict[str, Any], seed: int) -> bool:
         """On a GPU, launch the forward of the batch of the next :meth:`train`, seeded with *seed*.
 
         Returns:
             Whether it was launched: not if a graph must be captured first, nor if earlier ones were not used.
         """
         graphs = self._graphs
-        if graphs is None or not self._ahead.pays or not graphs.hold(sample):
+        if graphs is None or not self._prefetch.useful or not graphs.hold(sample):
             return False
         if in_target(sample, self.padding_idx):
             return False
-        self._ahead.begin(tokens_of(sample), seed, lambda: graphs.run(sample))
+        self._prefetch.launch(tokens_of(sample), seed, lambda: graphs.run(sample))
         return True
 
     def train(
@@ -104,7 +104,7 @@ class PackedStep:
         if in_target(sample, self.padding_idx):
             losses, backward = self._forward_by_modules(sample)
         elif self._graphs is not None:
-            losses, backward = self._ahead.take(tokens_of(sample)) or self._graphs.run(sample)
+            losses, backward = self._prefetch.take(tokens_of(sample)) or self._graphs.run(sample)
         else:
             losses, backward = self.forward(pack(*tokens_of(sample), self.padding_idx))
         if self._graphs is not None:

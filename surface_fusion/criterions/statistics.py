@@ -87,7 +87,10 @@ class OverlappedStatistics:
         return copied.synchronize, on_host
 
     def take(self, outputs: LoggingOutputs) -> Optional[tuple[dict[str, float], list[float]]]:
-        """Return the sums of *outputs* by name and of the extra numbers; None if others or none were started."""
+        """Return the sums of *outputs* by name, and those of the extra numbers.
+
+        None if the sums of other outputs or none were started.
+        """
         started, self._started = self._started, None
         if started is None or not _same(started.outputs, outputs):
             return None

@@ -16,9 +16,9 @@ def mark(batch: dict[str, Any], pad_idx: int) -> None:
 
     Call it while the batch is on the CPU; on a GPU the comparison forces a synchronisation.
     """
-    if KEY not in batch and batch.get("target") is not None:
-        if "prev_output_tokens" in batch.get("net_input", {}):
-            batch[KEY] = _contains_padding(batch, pad_idx)
+    pairs = batch.get("target") is not None and "prev_output_tokens" in batch.get("net_input", {})
+    if pairs and KEY not in batch:
+        batch[KEY] = _contains_padding(batch, pad_idx)
 
 
 def in_target(batch: dict[str, Any], pad_idx: int) -> bool:

@@ -11,8 +11,8 @@ Numbers are of the base model on an H200, where an update of 16,384 tokens takes
 * Gradient norms of the processes are compared one update later, in that sum; fairseq's check costs another
   operation and three synchronisations. The error is raised before the weights change a second time.
 * Settings are cached (1.6 ms), torch's generators are seeded directly (0.9 ms: torch.compile's wrapper).
-* With ``--grouped-shuffling``, batches of one update cost about the same, and data workers are kept from epoch
-  to epoch (0.7 s per epoch with eight workers).
+* With ``--grouped-shuffling``, batches of one update cost about the same, and data workers are kept from
+  epoch to epoch (0.7 s per epoch with eight workers).
 * The longest batch runs before the first epoch, so that a training does not run out of memory hours later.
 """
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
+from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.data.balanced_batches import balance_batches
 from surface_fusion.data.persistent_workers import keep_data_workers
 from surface_fusion.packed.literal_padding import mark
@@ -65,7 +66,7 @@ class SurfaceFusionTrainer(Trainer):
         self._gathered_norms: list[float] | None = None
         """Norms of the last update by process, -1 where it had none."""
         fused = isinstance(criterion, FusedLabelSmoothedCrossEntropyCriterion)
-        self._statistics = criterion.statistics if fused else None
+        self._statistics: OverlappedStatistics | None = criterion.statistics if fused else None
         if fused:
             criterion.prepare(model, cfg)
         super().__init__(cfg, task, model, criterion, quantizer)
@@ -184,8 +185,9 @@ class SurfaceFusionTrainer(Trainer):
         self, logging_outputs: list[dict[str, Any]], *extra: Any, ignore: bool = False
     ) -> tuple[Any, list[Any]]:
         """Return the sums that the criterion started before the backward, if these are they."""
-        started = self._statistics is not None and self.model.training
-        sums = self._statistics.take(logging_outputs) if started else None
+        sums = None
+        if self._statistics is not None and self.model.training:
+            sums = self._statistics.take(logging_outputs)
         if sums is None:
             result: tuple[Any, list[Any]] = super()._fast_stat_sync_sum(
                 logging_outputs, *extra, ignore=ignore

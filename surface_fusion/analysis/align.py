@@ -42,9 +42,9 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
     decoder: Any = loaded.model.decoder
     found: list[Alignment] = []
     surface: Any = getattr(decoder, "sf_attn", None)
-    attention_inputs: list[Any] = []
+    inputs: list[Any] = []
     hook = (
-        surface.register_forward_pre_hook(lambda _, args: attention_inputs.append(args)) if surface else None
+        surface.register_forward_pre_hook(lambda _, args: inputs.append(args)) if surface else None
     )
     try:
         extra = loaded.model(**net)[1]
@@ -53,7 +53,7 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
             hook.remove()
     source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
     words = [loaded.task.target_dictionary[i] for i in target.tolist()]
-    for query, key, _, mask, *_ in attention_inputs:
+    for query, key, _, mask, *_ in inputs:
         weights = surface.weights(query, key, mask)[0].mean(0)
         found.append(Alignment("surface", weights.cpu(), source, words))
     own = extra["attn"][0]

@@ -32,8 +32,8 @@ from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.criterions.statistics import EarlySums
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.backend import INSTALLED
-from surface_fusion.ops.distributions import at_least_float32
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
+from surface_fusion.ops.precision import at_least_float32
 from surface_fusion.packed.eligibility import (
     accumulating,
     has_layers,

@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surface_fusion.ops.precision import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -51,14 +53,9 @@ MODES = {
 }
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Cast *x* to float32; float64 stays float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-softmax over the last axis, in float32 at least."""
-    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(logits.dtype))
 
 
 def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:

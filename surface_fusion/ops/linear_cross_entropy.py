@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surface_fusion.ops.distributions import at_least_float32, log_softmax
+from surface_fusion.ops.distributions import log_softmax
+from surface_fusion.ops.precision import accumulation_dtype, at_least_float32
 
 # Logits of one chunk. Chunks of 4096 and 8192 rows fill the 132 multiprocessors of an H100; on a CPU they
 # should stay in its caches, as far as the GEMMs allow.
@@ -236,7 +237,7 @@ class _Chunked(torch.autograd.Function):
         device = features.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else features.dtype
-        exact = torch.promote_types(dtype, torch.float32)
+        exact = accumulation_dtype(dtype)
         x, matrix = features.to(dtype).reshape(-1, dim), weight.to(dtype)
         target, row_weight = target.contiguous(), row_weight.to(exact).contiguous()
         unit = torch.linalg.vector_norm(row_weight, float("inf")).clamp_min(1e-30) / GRADIENT_RANGE

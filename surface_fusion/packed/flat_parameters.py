@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.ops.precision import accumulation_dtype
 from surface_fusion.packed.host_overlap import host_waits
 
 ALIGNMENT = 128  # bytes: vectorised loads and tensor cores need addresses that are multiples of this
@@ -154,7 +155,7 @@ class FlatParameters:
 
     def grad_norm(self) -> Tensor:
         """Euclidean norm of the gradient, a scalar on its device, in float32 (float64 for float64)."""
-        dtype = torch.promote_types(self.grad.dtype, torch.float32)
+        dtype = accumulation_dtype(self.grad.dtype)
         rows = torch.linalg.vector_norm(self.grad.view(-1, NORM_ROW), dim=1, dtype=dtype)
         return torch.linalg.vector_norm(rows)
 

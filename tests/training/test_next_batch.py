@@ -15,7 +15,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from surface_fusion.packed.batch import pack
-from surface_fusion.packed.cuda_graphs import tokens_of
+from surface_fusion.packed.forward_backward import tokens_of
 from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.training import next_batch
@@ -40,13 +40,13 @@ class Eager:
     def __init__(self, step: PackedStep) -> None:
         self.step = step
 
-    def hold(self, sample: dict[str, Any]) -> bool:
+    def covers(self, sample: dict[str, Any]) -> bool:
         return True
 
     def run(self, sample: dict[str, Any]) -> Any:
         return self.step.forward(pack(*tokens_of(sample), self.step.padding_idx))
 
-    def record_pending(self) -> None:
+    def capture_pending(self) -> None:
         pass
 
 
@@ -279,10 +279,10 @@ def test_memory_that_runs_out_costs_nothing_but_the_early_begin(
     assert train(data, epochs=1) == got
 
 
-def test_a_batch_without_a_recording_waits(
+def test_a_batch_without_a_captured_graph_waits(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Eager, "hold", lambda self, sample: sample["nsentences"] % 16 == 0)
+    monkeypatch.setattr(Eager, "covers", lambda self, sample: sample["nsentences"] % 16 == 0)
     got = train(data)
     assert 0 < sum(taken) < len(taken) - 4
     not_begun(monkeypatch)

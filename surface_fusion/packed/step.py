@@ -113,8 +113,8 @@ class PackedStep:
             backward(scale)
             if last:
                 if dist.is_initialized():
-                    self.packed.flat.average_early(get_data_parallel_group())
-                self.packed.flat.begin_norm()
+                    self.packed.flat.launch_average(get_data_parallel_group())
+                self.packed.flat.launch_norm()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)

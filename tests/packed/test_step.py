@@ -77,7 +77,7 @@ def test_processes_average_the_gradient_behind_the_last_backward(
     averaged: list[Tensor] = []
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "get_data_parallel_group", lambda: None)
-    flat.average_early = lambda group: averaged.append(flat.grad.clone())
+    flat.launch_average = lambda group: averaged.append(flat.grad.clone())
     step.train(SAMPLES[0], last=last).loss.backward()
     assert len(averaged) == last
     assert all(gradient.equal(flat.grad) and gradient.any() for gradient in averaged)

@@ -74,7 +74,8 @@ def _attention_calls(model: Any, dtype: torch.dtype, seed: torch.Tensor) -> Iter
 
 def _sublayer_calls(model: Any, dtype: torch.dtype, seed: torch.Tensor) -> Iterator[Call]:
     """Forward and backward of a sublayer's end, and ReLU's backward, for each shape of a layer."""
-    from surface_fusion.ops.add_norm_triton import add_norm_backward, add_norm_forward, relu_backward
+    from surface_fusion.ops.activation_triton import relu_backward
+    from surface_fusion.ops.add_norm_triton import add_norm_backward, add_norm_forward
 
     zeros = partial(torch.zeros, dtype=dtype, device=seed.device)
     for dim, hidden, dropout, pre_norm in {

@@ -1,4 +1,4 @@
-"""The Triton kernel against plain torch: on a GPU, or on a CPU in Triton's interpreter."""
+"""The kernel of the loss against plain torch: on a GPU, or in the interpreter."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def rows(
     unit = torch.tensor(2.0 / 1024, device=DEVICE)
     out = {}
     for name, kernel in (("torch", softmax_rows_torch_), ("triton", softmax_rows_)):
-        # What lies behind the vocabulary must not matter.
+        # Values after the vocabulary must not matter.
         buffer = torch.full(
             (tokens * branches, stride),
             float("nan"),

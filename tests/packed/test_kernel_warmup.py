@@ -32,7 +32,12 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surface_fusion.ops import add_norm_triton, linear_cross_entropy_triton, packed_attention_triton
+    from surface_fusion.ops import (
+        activation_triton,
+        add_norm_triton,
+        linear_cross_entropy_triton,
+        packed_attention_triton,
+    )
 
     called = set()
 
@@ -45,7 +50,8 @@ def test_all_kernels_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     kernels = {
         packed_attention_triton: ("attention_forward", "attention_backward"),
-        add_norm_triton: ("add_norm_forward", "add_norm_backward", "relu_backward"),
+        add_norm_triton: ("add_norm_forward", "add_norm_backward"),
+        activation_triton: ("relu_backward",),
         linear_cross_entropy_triton: ("softmax_rows_",),
     }
     for module_, functions in kernels.items():

@@ -16,8 +16,8 @@ hard, renorm.  (not published)                            ``lsm(E (g h + (1-g) r
 =============  =========================================  ===========================
 
 ``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
-one vocabulary projection, not two. (SurfaceFusion: Liu et al., ICLR 2021,
-https://arxiv.org/abs/2012.14768.)
+one vocabulary projection, not two; the tests compare them with the published formulas. (SurfaceFusion: Liu et
+al., ICLR 2021, https://arxiv.org/abs/2012.14768.)
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
-    """``g lsm(z) + (1-g) lsm(s)``: not normalised, the sum of its exp is at most 1.
+    """``g lsm(z) + (1-g) lsm(s)``, mode hard: not normalised, the probabilities sum to at most 1.
 
     Args:
         logits: z and s, ``[..., 2, vocab]``.

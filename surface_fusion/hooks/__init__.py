@@ -4,10 +4,3 @@ With ``--sf-plain``, and for other models, both return fairseq's own classes.
 """
 
 import fairseq  # noqa: F401  (registers this package, see surface_fusion/__init__.py)
-
-from surface_fusion.hooks import trainer_hook
-
-
-def install() -> None:
-    """Replace the attributes; once per process."""
-    trainer_hook.install()

@@ -11,11 +11,14 @@ with root_logger_left_alone():
 
 compat.apply()
 
+from surface_fusion import sequence_generator  # noqa: E402
 from surface_fusion.criterions import fused_label_smoothed_cross_entropy  # noqa: E402, F401
 from surface_fusion.errors import SurfaceFusionError  # noqa: E402
 from surface_fusion.models import architectures  # noqa: E402, F401
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel  # noqa: E402
 from surface_fusion.optim import flat_adam  # noqa: E402, F401
 from surface_fusion.version import __version__  # noqa: E402
+
+sequence_generator.install()
 
 __all__ = ["SurfaceFusionError", "SurfaceFusionModel", "__version__", "compat"]

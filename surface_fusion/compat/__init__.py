@@ -14,11 +14,9 @@ from fairseq import checkpoint_utils
 from fairseq.data import data_utils, language_pair_dataset
 from fairseq.data.iterators import BufferedIterator, EpochBatchIterator
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
-from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import sequence_generator
 from surface_fusion.compat import resume
 from surface_fusion.compat.batching import (
     accept_split_training_sets,
@@ -76,7 +74,6 @@ def apply() -> None:
     _make_trainings_fast()
     # Same results for every model and command.
     wrap(data_utils, "collate_tokens", collate_tokens)
-    wrap(SequenceGenerator, "_generate", sequence_generator.generate)
 
 
 def _restrict_inputs() -> None:

@@ -25,7 +25,7 @@ from fairseq.tasks import FairseqTask
 from torch import Tensor
 
 from surface_fusion.compat.patching import wrap
-from surface_fusion.decoding.beam_search import Rules, Search
+from surface_fusion.decoding.beam_search import Search, SearchOptions
 from surface_fusion.decoding.eligibility import why_not_fast
 from surface_fusion.decoding.hypotheses import Hypotheses
 from surface_fusion.errors import SurfaceFusionError
@@ -56,9 +56,9 @@ class FastSequenceGenerator(SequenceGenerator):
         if unusual or not self._is_plain_beam_search():
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
         source, model = net_input["src_tokens"].shape[1], self.model.single_model
-        rules = Rules(
+        options = SearchOptions(
             eos=self.eos,
-            never=(self.pad, *self._suppressed()),
+            suppressed=(self.pad, *self._suppressed()),
             unk=self.unk,
             unk_penalty=self.unk_penalty,
             temperature=self.temperature,
@@ -66,10 +66,10 @@ class FastSequenceGenerator(SequenceGenerator):
             max_len=min(int(self.max_len_a * source + self.max_len_b), self.max_len - 1),
             with_attention=bool(layers_of(model.decoder)[-1].need_attn),
         )
-        if rules.max_len < max(rules.min_len, 0):
+        if options.max_len < max(options.min_len, 0):
             return super()._generate(sample, prefix_tokens, constraints, bos_token)  # raises the error
         encoder_out = model.encoder.forward_torchscript(net_input)
-        search = Search(model, encoder_out, self.beam_size, rules)
+        search = Search(model, encoder_out, self.beam_size, options)
         found = search.run(self.eos if bos_token is None else bos_token)
         return self._to_fairseq(found, search.sentences)
 
@@ -98,11 +98,11 @@ class FastSequenceGenerator(SequenceGenerator):
     def _to_fairseq(self, found: Hypotheses, sentences: int) -> Translations:
         """Convert to fairseq's format; scores may differ in the last bit, since the CPU normalises them."""
         lengths = found.length.tolist()
-        scores = found.totals.gather(1, found.length.unsqueeze(1) - 1).squeeze(1)
+        scores = found.scores.gather(1, found.length.unsqueeze(1) - 1).squeeze(1)
         if self.normalize_scores:
             scores = scores / scores.new_tensor([length**self.len_penalty for length in lengths])
-        gains = found.totals.clone()
-        gains[:, 1:] -= found.totals[:, :-1]
+        gains = found.scores.clone()
+        gains[:, 1:] -= found.scores[:, :-1]
         within = torch.arange(found.tokens.shape[1]) < found.length.unsqueeze(1)
         columns = found.tokens[within].split(lengths), scores.unbind(), gains[within].split(lengths)
         source = found.attention.shape[2]

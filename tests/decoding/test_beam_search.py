@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from surface_fusion.decoding import beam_search
-from surface_fusion.decoding.beam_search import Waiting
+from surface_fusion.decoding.beam_search import RemainingCounter
 from tests.helpers.beam_search import (
     HARD,
     assert_same_translations,
@@ -66,14 +66,14 @@ def test_sentences_that_end_at_different_times(static: bool, searches: list[Any]
     generator = generator_of(model, max_len_b=75)
     found = translations(generator, 5, sentences=17)
     assert_same_translations(found, fairseq_translations(generator, 5, sentences=17))
-    caches = [(since, len(sentences)) for since, sentences, _ in searches[0]._done]
+    caches = [(since, len(sentences)) for since, sentences, _ in searches[0]._parts]
     assert len(caches) > 3 and caches[0][1] == 17 and caches[-1][1] == 6
     assert len({len(hypothesis["tokens"]) for several in found for hypothesis in several}) == 5
 
 
 def test_the_vocabulary_in_parts(searches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """No more logits at a time than fit: here those of two sentences, and of one at the end."""
-    monkeypatch.setattr(beam_search, "MOST_LOGITS", 2 * 3 * 2 * VOCAB + 1)
+    monkeypatch.setattr(beam_search, "MAX_LOGITS", 2 * 3 * 2 * VOCAB + 1)
     asked: list[int] = []
     model = model_that_ends(*HARD)
     project = model.decoder.output_layer
@@ -136,16 +136,16 @@ def test_attention_begun_in_inference_mode(searches: list[Any]) -> None:
     generator = generator_of(model)
     with torch.inference_mode():
         translations(generator, 1)
-    cache = searches.pop().state.lease.cache
+    cache = searches.pop().state.slot.cache
     assert_same_translations(translations(generator, 1), fairseq_translations(generator, 1))
-    assert searches.pop().state.lease.cache is cache
+    assert searches.pop().state.slot.cache is cache
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
 def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Graphs are recorded and replayed, on caches that other batches have used."""
+    """Graphs are captured and replayed, on caches that other batches have used."""
     model = model_that_ends(*flags).cuda()
     generator = generator_of(model, **options)
     for seed, sentences in enumerate((17, 6, 17, 16, 1, 17, 6)):
@@ -158,17 +158,17 @@ def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_asks_a_step_late_on_a_gpu() -> None:
-    left = torch.tensor([3], device="cuda")
-    waiting = Waiting(4, left)
+    remaining = torch.tensor([3], device="cuda")
+    counter = RemainingCounter(4, remaining)
     for t, known in enumerate((None, None, 3, 2)):
-        assert waiting.left_before(t) == known
-        waiting.read_after(t, left)
-        left -= 1
+        assert counter.known_before(t) == known
+        counter.record(t, remaining)
+        remaining -= 1
 
 
 def test_the_host_knows_at_once_on_a_cpu() -> None:
-    left = torch.tensor([VOCAB])
-    waiting = Waiting(2, left)
-    assert waiting.left_before(0) is None
-    waiting.read_after(0, left)
-    assert waiting.left_before(1) == VOCAB
+    remaining = torch.tensor([VOCAB])
+    counter = RemainingCounter(2, remaining)
+    assert counter.known_before(0) is None
+    counter.record(0, remaining)
+    assert counter.known_before(1) == VOCAB

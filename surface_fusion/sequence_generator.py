@@ -51,9 +51,9 @@ class FastSequenceGenerator(SequenceGenerator):
             SurfaceFusionError: a sentence has no translation.
         """
         net_input = sample["net_input"]
-        unusual = prefix_tokens is not None or constraints is not None or "src_tokens" not in net_input
-        unusual |= not (bos_token is None or isinstance(bos_token, int)) or torch.is_grad_enabled()
-        if unusual or not self._is_plain_beam_search():
+        supported = prefix_tokens is None and constraints is None and "src_tokens" in net_input
+        supported &= (bos_token is None or isinstance(bos_token, int)) and not torch.is_grad_enabled()
+        if not supported or not self._is_plain_beam_search():
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
         source, model = net_input["src_tokens"].shape[1], self.model.single_model
         options = SearchOptions(
@@ -70,8 +70,8 @@ class FastSequenceGenerator(SequenceGenerator):
             return super()._generate(sample, prefix_tokens, constraints, bos_token)  # raises the error
         encoder_out = model.encoder.forward_torchscript(net_input)
         search = Search(model, encoder_out, self.beam_size, options)
-        found = search.run(self.eos if bos_token is None else bos_token)
-        return self._to_fairseq(found, search.sentences)
+        hypotheses = search.run(self.eos if bos_token is None else bos_token)
+        return self._to_fairseq(hypotheses, search.sentences)
 
     def _is_plain_beam_search(self) -> bool:
         """Whether only plain beam search is requested, with a single model that supports fast decoding."""
@@ -95,43 +95,42 @@ class FastSequenceGenerator(SequenceGenerator):
         tokens = self.token_indices_to_suppress
         return [] if tokens is None else [int(token) for token in tokens]
 
-    def _to_fairseq(self, found: Hypotheses, sentences: int) -> Translations:
+    def _to_fairseq(self, hypotheses: Hypotheses, sentences: int) -> Translations:
         """Convert to fairseq's format; scores may differ in the last bit, since the CPU normalises them."""
-        lengths = found.length.tolist()
-        scores = found.scores.gather(1, found.length.unsqueeze(1) - 1).squeeze(1)
+        lengths = hypotheses.length.tolist()
+        scores = hypotheses.scores.gather(1, hypotheses.length.unsqueeze(1) - 1).squeeze(1)
         if self.normalize_scores:
             scores = scores / scores.new_tensor([length**self.len_penalty for length in lengths])
-        gains = found.scores.clone()
-        gains[:, 1:] -= found.scores[:, :-1]
-        within = torch.arange(found.tokens.shape[1]) < found.length.unsqueeze(1)
-        columns = found.tokens[within].split(lengths), scores.unbind(), gains[within].split(lengths)
-        source = found.attention.shape[2]
-        read = [
-            x[:length].t() if source else torch.empty(0)
-            for x, length in zip(found.attention, lengths, strict=True)
-        ]
-        ranked: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
-        for sentence, value, tokens, score, gain, attention in zip(
-            found.sentence.tolist(), scores.tolist(), *columns, read, strict=True
+        positional_scores = hypotheses.scores.clone()
+        positional_scores[:, 1:] -= hypotheses.scores[:, :-1]
+        mask = torch.arange(hypotheses.tokens.shape[1]) < hypotheses.length.unsqueeze(1)
+        attentions = [x[:n].t() for x, n in zip(hypotheses.attention, lengths, strict=True)]
+        if hypotheses.attention.shape[2] == 0:
+            attentions = [torch.empty(0) for _ in lengths]
+        columns = (
+            hypotheses.tokens[mask].split(lengths),
+            scores.unbind(),
+            positional_scores[mask].split(lengths),
+            attentions,
+        )
+        results: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
+        for sentence, value, tokens, score, positional, attention in zip(
+            hypotheses.sentence.tolist(), scores.tolist(), *columns, strict=True
         ):
             hypothesis = {
                 "tokens": tokens,
                 "score": score,
                 "attention": attention,
                 "alignment": torch.empty(0),
-                "positional_scores": gain,
+                "positional_scores": positional,
             }
-            ranked[sentence].append((value, hypothesis))
-        empty = [i for i, several in enumerate(ranked) if not several]
-        if empty:
+            results[sentence].append((value, hypothesis))
+        if [] in results:
             raise SurfaceFusionError(
-                f"sentence {empty[0]} of the batch has no translation: no hypothesis ends with a finite "
-                "score; is the end suppressed, or does the model give no numbers (then look at its "
-                "training's log)?"
+                f"sentence {results.index([])} of the batch has no translation: no hypothesis ends with a "
+                "finite score; check that </s> is not suppressed and that the model's training did not diverge"
             )
-        for several in ranked:
-            several.sort(key=lambda pair: -pair[0])
-        return [[hypothesis for _, hypothesis in several] for several in ranked]
+        return [[h for _, h in sorted(result, key=lambda pair: -pair[0])] for result in results]
 
 
 class FastSequenceGeneratorWithAlignment(SequenceGeneratorWithAlignment, FastSequenceGenerator):

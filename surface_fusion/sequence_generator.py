@@ -128,7 +128,7 @@ class FastSequenceGenerator(SequenceGenerator):
         if [] in results:
             raise SurfaceFusionError(
                 f"sentence {results.index([])} of the batch has no translation: no hypothesis ends with a "
-                "finite score; check that </s> is not suppressed and that the model's training did not diverge"
+                "finite score; check that </s> is not suppressed and that the training did not diverge"
             )
         return [[h for _, h in sorted(result, key=lambda pair: -pair[0])] for result in results]
 

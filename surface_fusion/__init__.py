@@ -6,6 +6,7 @@ imported, and the modules in ``WITHOUT_FAIRSEQ`` work where fairseq is not insta
 """
 
 import contextlib
+import importlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,11 +48,13 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """``SurfaceFusionModel``, which is imported when it is first used."""
+    """``SurfaceFusionModel`` and ``compat``, which are imported when they are first used."""
     if name == "SurfaceFusionModel":
         from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
         return SurfaceFusionModel
+    if name == "compat":
+        return importlib.import_module("surface_fusion.compat")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -139,14 +139,14 @@ class EncoderFusionConfig(TransformerConfig):
         flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
         flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
         text = str(self.encoder_fusion_options or "")
-        given = _keyword_arguments(text)
-        if given is None or not given.keys() <= options.keys() - flags.keys():
+        values = _keyword_arguments(text)
+        if values is None or not values.keys() <= options.keys() - flags.keys():
             known = ", ".join(f"{name}={options[name]!r}" for name in options if name not in flags)
             raise SurfaceFusionError(
                 f"--encoder-fusion-options {text}: --encoder-fusion {method.name} takes "
                 + (f"KEY=VALUE,KEY=VALUE of {known}" if known else "no options")
             )
-        for name, value in given.items():
+        for name, value in values.items():
             default = options[name]
             options[name] = float(value) if type(default) is float and type(value) is int else value
             if default is not None and type(options[name]) is not type(default):
@@ -165,8 +165,8 @@ class EncoderFusionConfig(TransformerConfig):
             ("encoder_fusion_options", name is not None),
         ):
             if getattr(self, flag) and not useful:
-                given = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
-                logger.warning(f"--{flag.replace('_', '-')}: without effect {given}")
+                reason = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
+                logger.warning(f"--{flag.replace('_', '-')}: without effect {reason}")
         if name is None:
             return
         method = methods().get(name)
@@ -212,7 +212,7 @@ def _keyword_arguments(text: str) -> dict[str, Any] | None:
         return None
 
 
-def settle_encoder_fusion(args: Any, published: bool) -> None:
+def normalise_encoder_fusion(args: Any, published: bool) -> None:
     """Translate the published flags in *args* to ``--encoder-fusion``; idempotent.
 
     The published code ignores ``--transparent-attention`` without ``--layer-wise-attention``. Here the flag

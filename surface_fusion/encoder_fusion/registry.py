@@ -43,8 +43,8 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
 
 def methods(place: type[FusionMethod] = FusionMethod) -> dict[str, type[FusionMethod]]:
     """Return the methods by name, in the order of ``PLACES``; with *place*, those of this base class."""
-    found = ((name, m) for name, m in _methods.items() if issubclass(m, place))
-    return dict(sorted(found, key=lambda pair: PLACES.index(pair[1].place)))
+    selected = ((name, m) for name, m in _methods.items() if issubclass(m, place))
+    return dict(sorted(selected, key=lambda pair: PLACES.index(pair[1].place)))
 
 
 def options_of(method: type[FusionMethod]) -> dict[str, Any]:

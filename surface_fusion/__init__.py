@@ -61,8 +61,8 @@ def __getattr__(name: str) -> Any:
 class _RegisterOnImport(MetaPathFinder):
     """Calls :func:`register` after fairseq is imported, and before a module of ours that needs fairseq is.
 
-    The latter because registration imports most of the package: a module that imports fairseq itself would
-    be needed before its import has ended.
+    Without the latter, the first import of such a module would import fairseq and so start registration,
+    which imports the module again while half of it is executed.
     """
 
     def find_spec(

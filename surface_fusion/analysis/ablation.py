@@ -16,7 +16,6 @@ from tqdm import tqdm
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.encoder_fusion import LayerAttention, methods
-from surface_fusion.encoder_fusion.registry import inapplicable
 from surface_fusion.scoring import Score, score_text
 
 
@@ -89,7 +88,7 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
     fusion = getattr(loaded.model.encoder, "fusion", None)
     if fusion is None or not fusion.silenceable:
         able = (name for name, method in methods().items() if method.silenceable)
-        raise inapplicable(loaded.setting("encoder_fusion"), "can leave out a layer", able, "can")
+        raise loaded.inapplicable("can leave out a layer", able, "can")
     states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
     first = loaded.encoder_layers - states + 1
     rows = []

@@ -175,6 +175,8 @@ def test_a_name_is_taken_once(mine: type[EncoderFusion]) -> None:
     with pytest.raises(SurfaceFusionError, match=r"average is .*\.Average already; .*Mine under"):
         register_encoder_fusion("average")(mine)
     register_encoder_fusion("average")(Average)  # a reload
+    with pytest.raises(SurfaceFusionError, match="Linear is not derived from EncoderFusion"):
+        register_encoder_fusion("linear")(nn.Linear)  # type: ignore[type-var]
     assert methods()["average"] is Average
 
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.encoder_fusion import LayerAttention, methods
-from surface_fusion.encoder_fusion.registry import inapplicable
 from surface_fusion.scoring import Score, score_text
 
 
@@ -72,8 +71,8 @@ def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translated
     words = loaded.task.target_dictionary
     hypotheses, references, tokens = [], [], 0
     for batch in loaded.batches():
-        found = loaded.task.inference_step(generator, [loaded.model], batch)
-        for hypothesis, target in zip(found, batch["target"], strict=True):
+        outputs = loaded.task.inference_step(generator, [loaded.model], batch)
+        for hypothesis, target in zip(outputs, batch["target"], strict=True):
             hypotheses.append(words.string(hypothesis[0]["tokens"].cpu(), post_process))
             references.append(words.string(target[target.ne(words.pad())].cpu(), post_process))
             tokens += len(hypothesis[0]["tokens"])
@@ -89,16 +88,17 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
     fusion = getattr(loaded.model.encoder, "fusion", None)
     if fusion is None or not fusion.silenceable:
         able = (name for name, method in methods().items() if method.silenceable)
-        raise inapplicable(loaded.setting("encoder_fusion"), "can leave out a layer", able, "can")
+        raise loaded.inapplicable("can leave out a layer", able, "can")
     states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
     first = loaded.encoder_layers - states + 1
-    found = []
+    rows = []
     for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):
         layer = "none" if state is None else "Emb" if first + state == 0 else str(first + state)
         with contextlib.nullcontext() if state is None else silenced(fusion, state):
-            done = translate(loaded, beam, post_process)
-        found.append(Ablated(layer, score_text(done.hypotheses, done.references)[0], done.tokens))
-    return found
+            translated = translate(loaded, beam, post_process)
+        bleu = score_text(translated.hypotheses, translated.references)[0]
+        rows.append(Ablated(layer, bleu, translated.tokens))
+    return rows
 
 
 def change(value: float, base: float) -> float:

@@ -13,7 +13,6 @@ from torch import Tensor
 from surface_fusion.analysis.figures import heat_map, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.encoder_fusion import EncoderFusion, LayerAttention, methods
-from surface_fusion.encoder_fusion.registry import inapplicable
 
 
 class LayerWeights(NamedTuple):
@@ -43,7 +42,7 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
     fusion = getattr(encoder, "fusion", None) or getattr(encoder, "combination", None)
     if fusion is None or fusion.layer_shares is None:
         able = (name for name, method in methods().items() if method.layer_shares is not None)
-        raise inapplicable(loaded.setting("encoder_fusion"), "weighs layers", able, "do")
+        raise loaded.inapplicable("weighs layers", able, "do")
     first = 1 - bool(loaded.setting("encoder_fusion_embedding"))
     if isinstance(fusion, EncoderFusion):
         return [LayerWeights("layers", _mean_shares(loaded)[:, None], first, "", ["weight"])]

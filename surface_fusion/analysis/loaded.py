@@ -1,6 +1,6 @@
 """Load a checkpoint with its task and the data to analyse it on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,15 @@ class Loaded:
     def setting(self, name: str) -> Any:
         """A field of the model's configuration; None if fairseq's own model lacks it."""
         return getattr(self.model.cfg, name, None)
+
+    def inapplicable(self, what: str, able: Iterable[str], verb: str) -> SurfaceFusionError:
+        """Return the error of an analysis that does not apply to the fusion, with the methods that are *able*."""
+        method = self.setting("encoder_fusion")
+        fault = (
+            "the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none"
+        )
+        *names, last = able
+        return SurfaceFusionError(f"{fault} that {what}; {', '.join(names)} and {last} {verb}")
 
     @property
     def encoder_layers(self) -> int:

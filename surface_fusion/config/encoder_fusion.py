@@ -25,12 +25,15 @@ logger = logging.getLogger(__name__)
 class EncoderFusionConfig(TransformerConfig):
     """Flags of fairseq's Transformer and of encoder layer fusion."""
 
-    encoder_fusion: Optional[str] = field(default=None, metadata={"help": "see _get_help"})
+    encoder_fusion: Optional[str] = field(
+        default=None,
+        metadata={"help": "how to combine the encoder's layers into what the decoder attends to"},
+    )
     encoder_fusion_options: Optional[str] = field(
         default=None,
         metadata={
-            "help": "options of a method that have no flag of their own, KEY=VALUE,KEY=VALUE with Python "
-            "literals as values"
+            "help": "options of a method that have no flag of their own, as Python's keyword arguments: "
+            "KEY=VALUE,KEY=VALUE"
         },
     )
     encoder_fusion_embedding: bool = field(
@@ -104,18 +107,14 @@ class EncoderFusionConfig(TransformerConfig):
 
     def _get_help(self, attribute_name: str) -> Any:
         """Help of a flag; of ``--encoder-fusion`` with the methods that are registered now."""
+        text = super()._get_help(attribute_name)
         if attribute_name != "encoder_fusion":
-            return super()._get_help(attribute_name)
+            return text
         places: dict[str, list[str]] = {}
         for name, method in methods().items():
             places.setdefault(method.place, []).append(name)
-        return "; ".join(
-            (
-                "how to combine the encoder's layers into what the decoder attends to",
-                *(f"{place}: {', '.join(names)}" for place, names in places.items()),
-                "default: the last layer only",
-            )
-        )
+        lists = (f"{place}: {', '.join(names)}" for place, names in places.items())
+        return "; ".join((text, *lists, "default: the last layer only"))
 
     @property
     def memory_per_layer(self) -> bool:
@@ -139,26 +138,22 @@ class EncoderFusionConfig(TransformerConfig):
         options = options_of(method)
         flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
         flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
-        given = "--encoder-fusion-options"
-        for pair in filter(None, (self.encoder_fusion_options or "").split(",")):
-            name, equals, text = (part.strip() for part in pair.partition("="))
-            if name not in options or name in flags or not equals:
-                known = ", ".join(f"{n}={v!r}" for n, v in options.items() if n not in flags) or "none"
-                raise SurfaceFusionError(
-                    f"{given} {pair}: --encoder-fusion {method.name} takes KEY=VALUE for {known}"
-                )
+        text = str(self.encoder_fusion_options or "")
+        values = _keyword_arguments(text)
+        if values is None or not values.keys() <= options.keys() - flags.keys():
+            known = ", ".join(f"{name}={options[name]!r}" for name in options if name not in flags)
+            raise SurfaceFusionError(
+                f"--encoder-fusion-options {text}: --encoder-fusion {method.name} takes "
+                + (f"KEY=VALUE,KEY=VALUE of {known}" if known else "no options")
+            )
+        for name, value in values.items():
             default = options[name]
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                value = text  # a word
-            if type(default) is float and type(value) is int:
-                value = float(value)
-            if default is not None and type(value) is not type(default):
+            options[name] = float(value) if type(default) is float and type(value) is int else value
+            if default is not None and type(options[name]) is not type(default):
                 raise SurfaceFusionError(
-                    f"{given} {pair}: give a value of type {type(default).__name__}, such as {default!r}"
+                    f"--encoder-fusion-options {name}={value!r}: give a value of type "
+                    f"{type(default).__name__}, such as {default!r}"
                 )
-            options[name] = value
         return {**options, **{name: getattr(self, flag) for name, flag in flags.items()}}
 
     def check_encoder_fusion(self) -> None:
@@ -170,8 +165,8 @@ class EncoderFusionConfig(TransformerConfig):
             ("encoder_fusion_options", name is not None),
         ):
             if getattr(self, flag) and not useful:
-                given = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
-                logger.warning(f"--{flag.replace('_', '-')}: without effect {given}")
+                reason = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
+                logger.warning(f"--{flag.replace('_', '-')}: without effect {reason}")
         if name is None:
             return
         method = methods().get(name)
@@ -203,7 +198,21 @@ class EncoderFusionConfig(TransformerConfig):
                 raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")
 
 
-def settle_encoder_fusion(args: Any, published: bool) -> None:
+def _keyword_arguments(text: str) -> dict[str, Any] | None:
+    """Parse ``a=1,b=word`` as the keyword arguments of a call, literals and words; None if it is not that."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        values = {str(k.arg): k.value for k in call.keywords}
+        if len(values) < len(call.keywords):  # a key is given twice
+            return None
+        return {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in values.items()}
+    except (SyntaxError, ValueError):
+        return None
+
+
+def normalise_encoder_fusion(args: Any, published: bool) -> None:
     """Translate the published flags in *args* to ``--encoder-fusion``; idempotent.
 
     The published code ignores ``--transparent-attention`` without ``--layer-wise-attention``. Here the flag

@@ -6,7 +6,7 @@ from typing import Any
 from fairseq.models.transformer import TransformerConfig
 from omegaconf import DictConfig
 
-from surface_fusion.config.encoder_fusion import settle_encoder_fusion
+from surface_fusion.config.encoder_fusion import normalise_encoder_fusion
 from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 
@@ -45,7 +45,7 @@ def fill_defaults(args: Any) -> None:
     for f in fields(SurfaceFusionConfig):
         if f.name not in inherited and not hasattr(args, f.name):
             setattr(args, f.name, f.default)
-    settle_encoder_fusion(args, published)
+    normalise_encoder_fusion(args, published)
     if args.sf_ffn is None or args.no_sf_ffn:
         args.sf_ffn = not args.no_sf_ffn
     if args.sf_no_posedemb is None or args.sf_posedemb:

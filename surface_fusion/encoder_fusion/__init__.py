@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Encoder layer fusion: combine the encoder's layers into what the decoder attends to (``--encoder-fusion``).
 
 Each method is one file, registered by :func:`register_encoder_fusion`. The package imports torch and ``ops``
@@ -19,24 +20,3 @@ from surface_fusion.encoder_fusion.registry import methods, options_of, register
 from surface_fusion.encoder_fusion.representation import Representation
 from surface_fusion.encoder_fusion.routing import Routing
 from surface_fusion.encoder_fusion.transparent import Transparent
-
-__all__ = [
-    "DLCL",
-    "Average",
-    "Combination",
-    "Concat",
-    "DWAtt",
-    "Dense",
-    "DepthwiseLSTM",
-    "EncoderFusion",
-    "ExtraLayers",
-    "FineGrained",
-    "FusionMethod",
-    "LayerAttention",
-    "Representation",
-    "Routing",
-    "Transparent",
-    "methods",
-    "options_of",
-    "register_encoder_fusion",
-]

@@ -1,7 +1,7 @@
 """The methods by name; :func:`register_encoder_fusion` adds one to the choices of ``--encoder-fusion``."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from surface_fusion.encoder_fusion.base import EncoderFusion, FusionMethod
@@ -23,10 +23,15 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
         name: lower-case words separated by hyphens.
 
     Raises:
-        SurfaceFusionError: another class has this name.
+        SurfaceFusionError: another class has this name, or the class is not a method.
     """
 
     def register(method: Method) -> Method:
+        if not issubclass(method, (EncoderFusion, LayerAttention, Combination)):
+            raise SurfaceFusionError(
+                f"--encoder-fusion {name}: {method.__qualname__} is not derived from EncoderFusion, LayerAttention "
+                "or Combination; derive it from one"
+            )
         other = _methods.get(name, method)
         # A class that is defined again, by a reload or in a notebook, replaces its former self.
         if (other.__module__, other.__qualname__) != (method.__module__, method.__qualname__):
@@ -43,18 +48,11 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
 
 def methods(place: type[FusionMethod] = FusionMethod) -> dict[str, type[FusionMethod]]:
     """Return the methods by name, in the order of ``PLACES``; with *place*, those of this base class."""
-    found = ((name, m) for name, m in _methods.items() if issubclass(m, place))
-    return dict(sorted(found, key=lambda pair: PLACES.index(pair[1].place)))
+    selected = ((name, m) for name, m in _methods.items() if issubclass(m, place))
+    return dict(sorted(selected, key=lambda pair: PLACES.index(pair[1].place)))
 
 
 def options_of(method: type[FusionMethod]) -> dict[str, Any]:
     """Return the default of each option of *method*: the arguments of its constructor that have one."""
     parameters = inspect.signature(method).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def inapplicable(method: str | None, what: str, able: Iterable[str], verb: str) -> SurfaceFusionError:
-    """Return the error of an analysis that does not apply to *method*, with the methods that are *able*."""
-    fault = "the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none"
-    *names, last = able
-    return SurfaceFusionError(f"{fault} that {what}; {', '.join(names)} and {last} {verb}")

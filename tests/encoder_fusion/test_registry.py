@@ -11,15 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surface_fusion import SurfaceFusionModel
-from surface_fusion.encoder_fusion import Average, EncoderFusion, methods, options_of, register_encoder_fusion
+from surface_fusion.decoding.eligibility import why_not_fast
+from surface_fusion.encoder_fusion import (
+    Average,
+    Combination,
+    EncoderFusion,
+    LayerAttention,
+    methods,
+    options_of,
+    register_encoder_fusion,
+)
 from surface_fusion.encoder_fusion.registry import _methods
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.packed.batch import pack
+from surface_fusion.packed.eligibility import why_not_packed
+from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.step import PackedStep
+from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.paths import ROOT
 from tests.helpers.small_training import OPTIMISER, SIZES
-from tests.helpers.tiny import batch, build, log_probs
+from tests.helpers.tiny import PAD, assert_incremental_equals_full, batch, build, log_probs, loss, shaken
 
 PAGE = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -75,14 +89,13 @@ def test_it_is_built_with_its_options(mine: type[EncoderFusion]) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            "width=3",
-            "--encoder-fusion-options width=3: --encoder-fusion mine takes KEY=VALUE for scale=",
-        ),
+        ("width=3", "mine takes KEY=VALUE,KEY=VALUE of scale=1.0, kind='a', top=1"),
         (
             "scale",
-            "--encoder-fusion-options scale: --encoder-fusion mine takes KEY=VALUE for scale=1.0, ",
+            "--encoder-fusion-options scale: --encoder-fusion mine takes KEY=VALUE,KEY=VALUE of ",
         ),
+        ("top=1,top=2", "--encoder-fusion-options top=1,top=2: --encoder-fusion mine takes KEY=VALUE"),
+        ("top=open('x')", "--encoder-fusion-options top=open('x'): --encoder-fusion mine takes KEY=VALUE"),
         ("top=1.5", "--encoder-fusion-options top=1.5: give a value of type int, such as 1"),
         ("top=17", "top 17 is more than 16"),
     ],
@@ -93,8 +106,59 @@ def test_wrong_options_are_named(mine: type[EncoderFusion], options: str, text: 
 
 
 def test_an_option_with_a_flag_of_its_own_has_one_spelling() -> None:
-    with pytest.raises(SurfaceFusionError, match=r"bottleneck=4: --encoder-fusion dwatt takes .* none"):
+    with pytest.raises(SurfaceFusionError, match="bottleneck=4: --encoder-fusion dwatt takes no options"):
         build("--encoder-fusion", "dwatt", "--encoder-fusion-options", "bottleneck=4")
+
+
+@register_encoder_fusion("test-mix")
+class Mix(LayerAttention):
+    """The same mix for all decoder layers."""
+
+    def __init__(self, states: int, dim: int, decoder_layers: int, sharp: int = 1, **shared: Any) -> None:
+        super().__init__(states, dim, decoder_layers, channels=False, **shared)
+        self.sharp = sharp
+
+    def layer_weights(self) -> Tensor:
+        return (self.sharp * self.weight[:1]).softmax(1).expand_as(self.weight)
+
+
+@register_encoder_fusion("test-gates")
+class Gates(Combination):
+    """The latest output and a gate's share of the one before it."""
+
+    def __init__(self, layers: int, dim: int, before: bool, embedding: bool, bound: float = 1.0) -> None:
+        super().__init__(layers, dim, before, embedding)
+        self.bound = bound
+        self.gates = nn.ModuleList(nn.Linear(dim, 1) for _ in range(layers + 1))
+
+    def combine(self, kept: list[Tensor], depth: int) -> Tensor:
+        if len(kept) < 2:
+            return kept[-1]
+        return kept[-1] + self.bound * self.gates[depth](kept[-1]).sigmoid() * kept[-2]
+
+
+OTHER_PLACES = {name: _methods.pop(name) for name in ("test-mix", "test-gates")}
+
+
+@pytest.mark.parametrize("name", OTHER_PLACES)
+def test_methods_that_act_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained without padding, decoded on the fast path."""
+    monkeypatch.setitem(_methods, name, OTHER_PLACES[name])
+    options = {"test-mix": "sharp=2", "test-gates": "bound=.5"}[name]
+    model = shaken("--encoder-fusion", name, "--encoder-fusion-options", options, "--ta-dropout", "0")
+    used = model.encoder.fusion.sharp == 2 if name == "test-mix" else model.decoder.combination.bound == 0.5
+    assert used and why_not_fast(model.decoder) is None
+    assert_incremental_equals_full(model)
+    expected = loss(model, batch()).item()
+    flat = FlatParameters.of(model.parameters())
+    assert why_not_packed(model) is None
+    packed = PackedTransformer(model, flat)
+    packed.training = False
+    net, target = batch()["net_input"], batch()["target"]
+    found, _ = PackedStep(packed, 0.0, ignore_prefix_size=0).forward(
+        pack(net["src_tokens"], net["prev_output_tokens"], target, PAD)
+    )
+    assert found.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_help_lists_it(mine: type[EncoderFusion], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +175,8 @@ def test_a_name_is_taken_once(mine: type[EncoderFusion]) -> None:
     with pytest.raises(SurfaceFusionError, match=r"average is .*\.Average already; .*Mine under"):
         register_encoder_fusion("average")(mine)
     register_encoder_fusion("average")(Average)  # a reload
+    with pytest.raises(SurfaceFusionError, match="Linear is not derived from EncoderFusion"):
+        register_encoder_fusion("linear")(nn.Linear)  # type: ignore[type-var]
     assert methods()["average"] is Average
 
 
@@ -147,7 +213,7 @@ def run(folder: Path, data: Path, command: list[str], *more: object) -> str:
 
 def test_the_pages_method_is_trained_decoded_and_analysed(plugin: Path, data: Path) -> None:
     train, generate, analyse = COMMANDS
-    assert "fused_label_smoothed_cross_entropy: training without padding" in run(plugin, data, train)
+    assert "without padding, on the CPU" in run(plugin, data, train)
     state = torch.load(plugin / "checkpoints" / "checkpoint_last.pt", weights_only=False)["model"]
     assert state["encoder.fusion.weight"].shape == (2,) and state["encoder.fusion.weight"].ne(0).any()
     fast = run(plugin, data, generate)

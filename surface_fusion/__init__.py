@@ -4,7 +4,7 @@ Importing the package registers the models and patches fairseq to run with curre
 (``compat``).
 """
 
-from surface_fusion.compat.silence import root_logger_left_alone
+from surface_fusion.io.root_logger import root_logger_left_alone
 
 with root_logger_left_alone():
     from surface_fusion import compat

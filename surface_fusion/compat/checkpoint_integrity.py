@@ -18,12 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
-from fairseq.trainer import Trainer
 from torch import Tensor
 
-from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -72,18 +69,7 @@ class _Resume:
 _resume: ContextVar[Optional[_Resume]] = ContextVar("_resume", default=None)
 
 
-def check_loaded_checkpoints() -> None:
-    """Refuse damaged checkpoints and those that are not finite; resume from the newest intact one.
-
-    fairseq loads flipped weights without an error, translates with NaN, and fails on a truncated
-    ``checkpoint_last.pt`` even if the folder has intact checkpoints.
-    """
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_intact)
-    wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema)
-    wrap(Trainer, "load_checkpoint", _load_for_training)
-
-
-def _load_for_training(
+def load_newest_intact(
     load_checkpoint: Callable[..., Any],
     trainer: Any,
     filename: str,
@@ -91,7 +77,10 @@ def _load_for_training(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """fairseq's ``Trainer.load_checkpoint``; only the default ``--restore-file`` may be replaced."""
+    """fairseq's ``Trainer.load_checkpoint``; replaces a damaged file by the newest intact one.
+
+    Only the default ``--restore-file`` is replaced.
+    """
     cfg = trainer.cfg.checkpoint
     default = cfg.restore_file == LAST and filename == os.path.join(cfg.save_dir, LAST)
     if default and not os.path.exists(filename):
@@ -119,8 +108,13 @@ def _checkpoints_in(folder: str) -> list[str]:
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
 
-def _load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu`` with the checks of this module."""
+def load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``; verifies checksums and that all values are finite.
+
+    Raises:
+        DamagedCheckpointError: the file is damaged and may not be replaced, or there is no other.
+        NotFiniteError: a tensor contains NaN or infinity.
+    """
     resume = _resume.get()
     try:
         state = _load_checked(load, path, *args, **kwargs)
@@ -134,8 +128,8 @@ def _load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any)
     return state
 
 
-def _load_ema(load: Callable[[str], Any], path: str) -> Any:
-    """fairseq's ``load_ema_from_checkpoint``, which reads the file itself."""
+def load_intact_ema(load: Callable[[str], Any], path: str) -> Any:
+    """fairseq's ``load_ema_from_checkpoint``, which reads the file itself; verifies the checksums first."""
     check_records(path)
     return load(path)
 

@@ -1,11 +1,10 @@
-"""What compat repairs works, and is still broken in fairseq itself."""
+"""What the repairs of fairseq do."""
 
 import argparse
 import collections
 import copy
 import io
 import itertools
-import json
 import logging
 import os
 import pickle
@@ -29,65 +28,9 @@ from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
 from surface_fusion import SurfaceFusionError
-from surface_fusion.compat import silence
-from tests.helpers.paths import HELPERS, REFERENCE
+from surface_fusion.compat import warning_filters
+from tests.helpers.paths import REFERENCE
 from tests.helpers.tiny import SHARED, batch, build, data_folder, shaken
-
-TROUBLES = (
-    "namespace_refused",
-    "last_batch_lost",
-    "overlong_sentence_is_fatal",
-    "data_in_parts_needs_a_flag",
-    "diverse_beam_fails",
-    "ngrams_are_repeated",
-    "replace_unk_needs_a_file",
-    "task_cannot_be_copied",
-    "second_copy_refused",
-    "foreign_checkpoint_unexplained",
-    "missing_folder_unexplained",
-    "resume_makes_other_batches",
-    "carriage_return_ends_a_line",
-    "carriage_return_ends_a_typed_line",
-    "shards_are_ignored",
-    "hub_loses_a_long_line",
-    "hub_is_limited_by_the_training",
-    "texts_are_evaluated",
-    "files_name_any_model",
-    "files_read_the_environment",
-    "fasta_names_reach_a_shell",
-    "yaml_names_code",
-    "archives_write_anywhere",
-    "flipped_bit_is_loaded",
-    "copy_in_place",
-    "failed_save_leaves_a_file",
-    "dummy_file_is_removed",
-    "plateau_forgets_bad_epochs",
-    "processes_without_gpus_are_not_started",
-    "torchrun_needs_gpus",
-    "ddp_gets_a_device_on_the_cpu",
-    "processes_wait_for_half_an_hour",
-    "best_value_stays_in_the_process",
-    "removed_data_is_read_on",
-)
-
-
-@pytest.fixture(scope="module")
-def plain_fairseq() -> dict[str, bool]:
-    script = HELPERS / "plain_fairseq.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_fairseq_still_needs_it(plain_fairseq: dict[str, bool], trouble: str) -> None:
-    assert plain_fairseq[trouble], f"fairseq no longer shows {trouble}: remove its repair from compat"
-
-
-def test_every_patch_is_watched(plain_fairseq: dict[str, bool]) -> None:
-    assert set(plain_fairseq) == set(TROUBLES)
-
 
 # -- checkpoints -------------------------------------------------------------------------------
 
@@ -385,13 +328,13 @@ WARNING_SOURCES = {
 }
 
 
-@pytest.mark.parametrize("message", [message for message, _, _ in silence.HARMLESS_WARNINGS])
+@pytest.mark.parametrize("message", [message for message, _, _ in warning_filters.HARMLESS_WARNINGS])
 def test_the_noise_is_still_made(message: str) -> None:
     (package, file, text) = next(source for key, source in WARNING_SOURCES.items() if key in message)
     folder = Path(next(iter(find_spec(package).submodule_search_locations)))
     # Adjacent string literals make one text.
     source = re.sub(r'"\s*\n\s*f?"', "", (folder / file).read_text())
-    assert text in source, f"{package} no longer warns of this: take it out of quiet.py"
+    assert text in source, f"{package} no longer warns of this: take it out of warning_filters.py"
 
 
 def test_importing_the_package_says_nothing() -> None:

@@ -1,10 +1,7 @@
-"""Silence warnings of fairseq at start-up that users cannot act on."""
+"""Silence warnings of fairseq that users cannot act on."""
 
-import contextlib
-import logging
 import sys
 import warnings
-from collections.abc import Iterator
 
 # (start of the message, module that warns, category), each with its cause.
 HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
@@ -27,19 +24,7 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
 )
 
 
-@contextlib.contextmanager
-def root_logger_left_alone() -> Iterator[None]:
-    """Prevent fairseq's tasks from configuring the root logger on import."""
-    # logging.basicConfig does nothing if there is a handler.
-    root, handler = logging.getLogger(), logging.NullHandler()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-
-
-def silence_harmless_warnings() -> None:
+def filter_harmless_warnings() -> None:
     """Ignore the warnings above, unless ``-W`` or PYTHONWARNINGS is set."""
     if sys.warnoptions:
         return

@@ -196,7 +196,7 @@ REPAIRS: tuple[Repair, ...] = (
     *(
         Repair(module, "find_offsets", line_endings.find_line_feeds,
                "A carriage return within a line ends it, which misaligns the parallel text.",
-               probe="carriage_return_is_an_offset")
+               probe="carriage_return_breaks_offsets")
         for module in ("fairseq.file_chunker_utils", "fairseq.binarizer", "fairseq.data.dictionary")
     ),
     Repair("fairseq.file_chunker_utils.Chunker", "__enter__", line_endings.open_bytes,

@@ -1,0 +1,96 @@
+"""The table of repairs: each is still needed, and importing the package replaces nothing else."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from surface_fusion.compat import REPAIRS
+from tests.compat.probes.__main__ import MODULES
+from tests.helpers.paths import ROOT
+
+SAFE_CLASSES = ("namespace_is_refused", "torch.serialization")
+"""The probe of ``allow_checkpoint_classes``, which replaces no attribute."""
+
+PROBES = sorted({SAFE_CLASSES, *((repair.probe, repair.owner) for repair in REPAIRS)})
+
+
+@pytest.fixture(scope="module")
+def plain_fairseq() -> dict[tuple[str, str], bool]:
+    """Result of each of ``PROBES``."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.compat.probes"],
+        cwd=ROOT,
+        input=json.dumps(PROBES),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(PROBES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize(("probe", "owner"), PROBES)
+def test_fairseq_has_the_fault(plain_fairseq: dict[tuple[str, str], bool], probe: str, owner: str) -> None:
+    assert plain_fairseq[probe, owner], f"{owner} no longer has the fault {probe}: remove its repair"
+
+
+def test_each_probe_is_of_a_repair() -> None:
+    functions = {
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and value.__annotations__
+        if value.__annotations__["return"] is bool and not name.startswith("_")
+    }
+    assert functions == {probe for probe, _ in PROBES}
+
+
+WATCHED = ("fairseq", "fairseq_cli", "torch", "omegaconf", "argparse", "hydra")
+"""Packages of which importing this package could replace functions and classes."""
+
+HOOKS = {
+    "fairseq.trainer.Trainer.__new__",  # chooses SurfaceFusionTrainer
+    "fairseq.tasks.fairseq_task.FairseqTask.build_generator",  # chooses FastSequenceGenerator
+}
+
+NOT_REPAIRS = {
+    "fairseq.data.data_utils.collate_tokens",
+    "fairseq.data.iterators.BufferedIterator.__next__",
+    "fairseq.data.iterators.BufferedIterator._create_consumer",
+    "fairseq.data.iterators.EpochBatchIterator._get_iterator_for_epoch",
+    "fairseq.data.language_pair_dataset.collate",
+    "fairseq.sequence_generator.SequenceGenerator._generate",
+    "fairseq.trainer.Trainer.__init__",
+    "fairseq.trainer.Trainer._build_optimizer",
+    "fairseq.trainer.Trainer._check_grad_norms",
+    "fairseq.trainer.Trainer._fast_stat_sync_sum",
+    "fairseq.trainer.Trainer._set_seed",
+    "fairseq.trainer.Trainer.begin_epoch",
+    "fairseq.trainer.Trainer.get_train_iterator",
+    "fairseq.trainer.Trainer.set_num_updates",
+    "fairseq.trainer.Trainer.train_step",
+}
+"""Replaced for speed; become methods of SurfaceFusionTrainer and FastSequenceGenerator."""
+
+
+def test_the_import_replaces_what_the_table_says() -> None:
+    watched = sorted(name for name in sys.modules if name.split(".")[0] in WATCHED)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.helpers.replaced_attributes"],
+        cwd=ROOT,
+        input=json.dumps(watched),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    replaced = set(json.loads(done.stdout.splitlines()[-1]))
+    assert replaced - HOOKS == {repair.name for repair in REPAIRS} | NOT_REPAIRS
+
+
+def test_of_the_trainer_only_the_loading_of_checkpoints_is_repaired() -> None:
+    """Those need the trainer's flags and schedule; all else is left to SurfaceFusionTrainer."""
+    assert {r.name for r in REPAIRS if "trainer" in r.owner} == {"fairseq.trainer.Trainer.load_checkpoint"}

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import runpy
 import subprocess
 import sys
 
@@ -94,3 +95,8 @@ def test_the_import_replaces_what_the_table_says() -> None:
 def test_of_the_trainer_only_the_loading_of_checkpoints_is_repaired() -> None:
     """Those need the trainer's flags and schedule; all else is left to SurfaceFusionTrainer."""
     assert {r.name for r in REPAIRS if "trainer" in r.owner} == {"fairseq.trainer.Trainer.load_checkpoint"}
+
+
+def test_the_page_of_repairs_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "docs" / "repairs.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run scripts/docs/repairs.py"

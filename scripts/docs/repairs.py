@@ -3,8 +3,8 @@
 from itertools import groupby
 from pathlib import Path
 
-from surface_fusion.compat import REPAIRS
 from surface_fusion.compat.patching import FAIRSEQ_VERSIONS
+from surface_fusion.compat.repairs import REPAIRS
 
 PAGE = Path(__file__).parents[2] / "docs" / "repairs.md"
 
@@ -16,9 +16,8 @@ column, for all models and commands. Each fault was seen in {FAIRSEQ_VERSIONS};
 repair can then be removed.
 
 The import also registers the classes in fairseq's checkpoints with torch's safe unpickler (fs 5610), and
-ignores warnings that users cannot act on. The code is in
-[`surface_fusion/compat`](../surface_fusion/compat/__init__.py); `scripts/docs/repairs.py` writes this page from
-the table there.
+ignores warnings that users cannot act on. `scripts/docs/repairs.py` writes this page from the table in
+[`surface_fusion/compat`](../surface_fusion/compat/repairs.py).
 
 | attribute | what fairseq does | report |
 |---|---|---|

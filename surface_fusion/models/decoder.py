@@ -21,8 +21,8 @@ from fairseq.models.transformer.transformer_decoder import Linear
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
+from surface_fusion.config.from_config import build_combination
 from surface_fusion.decoding.incremental import STATE, FastDecoding
-from surface_fusion.encoder_fusion import build_combination
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, wrap_layer
@@ -30,12 +30,8 @@ from surface_fusion.modules.no_feed_forward import without_feed_forward
 from surface_fusion.modules.surface_attention import SurfaceAttention
 from surface_fusion.modules.torchscript import NotScriptable
 from surface_fusion.modules.word_dropout import WordDropout
-from surface_fusion.ops.distributions import (
-    at_least_float32,
-    exponentiated_log_probs,
-    hard_log_probs,
-    log_softmax,
-)
+from surface_fusion.ops.distributions import exponentiated_log_probs, hard_log_probs, log_softmax
+from surface_fusion.ops.precision import at_least_float32
 
 
 class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):

@@ -13,6 +13,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, LanguagePairDataset
 from fairseq.file_io import PathManager
+from fairseq.optim import FairseqOptimizer
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
@@ -127,6 +128,12 @@ def lack_of_space_is_noticed_late() -> bool:
 
 def resume_drops_validation_loss() -> bool:
     return _start({"train_iterator": {"epoch": 2, "iterations_in_epoch": 0}, "val_loss": 1.5}) == [(2,)]
+
+
+def reset_is_not_advised() -> bool:
+    one, two = (torch.optim.SGD([torch.ones(1)] * count, lr=1.0) for count in (1, 2))
+    optimizer = argparse.Namespace(optimizer=one)
+    return "--reset" not in str(error_of(FairseqOptimizer.load_state_dict, optimizer, two.state_dict()))
 
 
 def plateau_saves_no_bad_epochs() -> bool:

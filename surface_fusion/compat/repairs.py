@@ -8,9 +8,6 @@ removed. ``docs/repairs.md`` shows the table.
 
 import functools
 
-from fairseq.sequence_generator import SequenceGenerator
-
-from surface_fusion import sequence_generator
 from surface_fusion.compat import (
     batching,
     changed_data,
@@ -34,7 +31,7 @@ from surface_fusion.compat import (
     user_dir,
 )
 from surface_fusion.compat.checkpoint_loading import allow_checkpoint_classes
-from surface_fusion.compat.patching import Repair, wrap
+from surface_fusion.compat.patching import Repair
 from surface_fusion.compat.warning_filters import filter_harmless_warnings
 
 CHECKPOINTS = "fairseq.checkpoint_utils"
@@ -260,4 +257,3 @@ def apply() -> None:
     allow_checkpoint_classes()
     for repair in REPAIRS:
         repair.apply()
-    wrap(SequenceGenerator, "_generate", sequence_generator.generate)

@@ -52,11 +52,11 @@ def test_each_probe_is_of_a_repair() -> None:
 WATCHED = ("fairseq", "fairseq_cli", "torch", "omegaconf", "argparse", "hydra")
 """Packages of which importing this package could replace functions and classes."""
 
-HOOKS = {"fairseq.trainer.Trainer.__new__"}
-"""Replaced to choose the trainer."""
-
-NOT_REPAIRS = {"fairseq.sequence_generator.SequenceGenerator._generate"}
-"""To be replaced by a hook that chooses the generator."""
+HOOKS = {
+    "fairseq.tasks.fairseq_task.FairseqTask.build_generator",
+    "fairseq.trainer.Trainer.__new__",
+}
+"""Replaced to choose the generator and the trainer."""
 
 
 def test_the_import_replaces_what_the_table_says() -> None:
@@ -71,7 +71,7 @@ def test_the_import_replaces_what_the_table_says() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     replaced = set(json.loads(done.stdout.splitlines()[-1]))
-    assert replaced == {repair.name for repair in REPAIRS} | HOOKS | NOT_REPAIRS
+    assert replaced == {repair.name for repair in REPAIRS} | HOOKS
 
 
 def test_of_the_trainer_only_the_loading_of_checkpoints_is_repaired() -> None:

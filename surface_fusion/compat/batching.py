@@ -1,4 +1,4 @@
-"""Data sets and batches: report missing data, skip overlong sentences, keep every other one."""
+"""Data sets and batches: report missing data, skip overlong sentences, keep all others."""
 
 import logging
 import os

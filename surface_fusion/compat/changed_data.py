@@ -60,8 +60,8 @@ def check_data_files() -> None:
             what = "removed" if not os.path.exists(file) else "changed" if _stamp(file) != stamp else None
             if what is not None:
                 raise SurfaceFusionError(
-                    f"data file {file} was {what} while training; what was due to be saved is saved: put "
-                    "the data back as it was and start again to go on"
+                    f"data file {file} was {what} while training; all due checkpoints are saved: restore "
+                    "the data and rerun the command to resume"
                 )
 
 

@@ -130,10 +130,10 @@ def _model_refusals(model: dict[str, Any], given: dict[str, Any]) -> Iterator[st
     name = model.get("_name") or model.get("arch")
     if not name and len(model) == 1:
         name = next(iter(model))
-    found = _find(ARCH_MODEL_REGISTRY, name) or _find(MODEL_REGISTRY, name)
+    registered = _find(ARCH_MODEL_REGISTRY, name) or _find(MODEL_REGISTRY, name)
     family = _find(ARCH_MODEL_NAME_REGISTRY, name) or name
     if family not in MODELS:
-        yield from _name_refusal("model", name, found, given)
+        yield from _name_refusal("model", name, registered, given)
 
 
 def _task_refusals(task: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
@@ -171,9 +171,9 @@ def _registry_refusals(
                 yield f"names a URL for {key}: {value}"
 
 
-def _name_refusal(kind: str, name: Any, found: Any, given: dict[str, Any]) -> Iterator[str]:
+def _name_refusal(kind: str, name: Any, registered: Any, given: dict[str, Any]) -> Iterator[str]:
     """Refuse *name* unless it is registered outside of fairseq, or the user gave it."""
-    of_fairseq = found is None or found.__module__.split(".")[0] == "fairseq"
+    of_fairseq = registered is None or registered.__module__.split(".")[0] == "fairseq"
     keys = (kind, "arch", "_name") if kind == "model" else (kind, "_name")
     if of_fairseq and not (isinstance(name, str) and _gave(given, name, *keys)):
         yield f"names the {kind} {name}"

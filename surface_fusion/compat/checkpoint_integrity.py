@@ -43,14 +43,13 @@ class NotFiniteError(SurfaceFusionError):
     """A checkpoint contains NaN or infinity.
 
     Attributes:
-        found: description of the first such tensor.
         state: the checkpoint.
     """
 
-    def __init__(self, path: str, found: str, state: Any, in_optimizer: bool) -> None:
+    def __init__(self, path: str, tensor: str, state: Any, in_optimizer: bool) -> None:
         advice = "add --reset-optimizer" if in_optimizer else "use an older checkpoint"
-        super().__init__(f"checkpoint {path}: {found}; {advice}")
-        self.found, self.state = found, state
+        super().__init__(f"checkpoint {path}: {tensor}; {advice}")
+        self.state = state
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,9 @@ def load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) 
         if resume is None or resume.folder is None:
             raise
         path, state = _newest_intact(load, resume.folder, path, damage, *args, **kwargs)
-    found = not_finite(state, optimizer=resume is not None and resume.optimizer)
-    if found is not None:
-        raise NotFiniteError(path, found, state, in_optimizer=not_finite(state, optimizer=False) is None)
+    tensor = not_finite(state, optimizer=resume is not None and resume.optimizer)
+    if tensor is not None:
+        raise NotFiniteError(path, tensor, state, in_optimizer=not_finite(state, optimizer=False) is None)
     return state
 
 
@@ -198,9 +197,9 @@ def check_records(path: str) -> bool:
             if not any(record.CRC for record in records):
                 return False
             for record in records:
-                found = _checksum(archive, record)
-                if found != record.CRC:
-                    damaged[record.filename] = found
+                checksum = _checksum(archive, record)
+                if checksum != record.CRC:
+                    damaged[record.filename] = checksum
     except PermissionError:
         return False  # reported by loading
     except Exception as error:  # zipfile raises various exceptions on damaged headers

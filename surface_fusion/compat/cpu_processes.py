@@ -51,7 +51,7 @@ def start_processes_on_cpus(
     if given.distributed_no_spawn:
         if given.distributed_init_method is None:
             raise SurfaceFusionError(
-                f"--distributed-no-spawn with --distributed-world-size {world} needs a place to meet; "
+                f"--distributed-no-spawn with --distributed-world-size {world} needs an address; "
                 "add --distributed-init-method tcp://HOST:PORT, the same for all"
             )
         return call_main(cfg, main, **kwargs)

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from surface_fusion.compat import rank_watch
+from surface_fusion.compat.patching import replaced
 from surface_fusion.errors import SurfaceFusionError
 
 WAIT = 600.0
@@ -39,13 +40,9 @@ def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
     given = getattr(cfg, "distributed_training", None)
     if given is None or dist.is_initialized() or cfg.common.tpu:
         return init(cfg)
-    init_process_group, wait = dist.init_process_group, seconds_to_wait(given)
-    dist.init_process_group = functools.partial(_init_process_group, init_process_group, wait)
-    try:
-        rank = init(cfg)
-    finally:
-        dist.init_process_group = init_process_group
-    return rank
+    limited = functools.partial(_init_process_group, dist.init_process_group, seconds_to_wait(given))
+    with replaced(dist, "init_process_group", limited):
+        return init(cfg)
 
 
 def limit_existing_group(
@@ -66,12 +63,9 @@ def limit_further_groups(new_groups: Callable[..., Any], *args: Any) -> Any:
     watch = rank_watch.running()
     if watch is None:
         return new_groups(*args)
-    new_group = dist.new_group
-    dist.new_group = functools.partial(new_group, timeout=timedelta(seconds=watch.wait))
-    try:
+    limited = functools.partial(dist.new_group, timeout=timedelta(seconds=watch.wait))
+    with replaced(dist, "new_group", limited):
         return new_groups(*args)
-    finally:
-        dist.new_group = new_group
 
 
 def _init_process_group(

@@ -11,7 +11,7 @@ from fairseq import checkpoint_utils
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from surface_fusion.compat.untrusted_files import check_configuration
+from surface_fusion.compat.checkpoint_allowlist import check_configuration
 from surface_fusion.errors import SurfaceFusionError
 
 EPOCH_CHECKPOINTS = r"checkpoint(\d+)\.pt"

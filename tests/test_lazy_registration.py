@@ -84,6 +84,8 @@ else:
         # Modules that registration imports as well: their own import has not ended when it does.
         "import surface_fusion.config.encoder_fusion",
         "import surface_fusion.sequence_generator",
+        "import surface_fusion.compat.warning_filters",
+        "from surface_fusion.decoding.eligibility import why_not_fast",
     ],
 )
 def test_it_is_registered_whatever_is_imported_first(first: str) -> None:

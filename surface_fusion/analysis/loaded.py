@@ -26,7 +26,7 @@ class Loaded:
         return getattr(self.model.cfg, name, None)
 
     def inapplicable(self, what: str, able: Iterable[str], verb: str) -> SurfaceFusionError:
-        """Return the error of an analysis that does not apply to the fusion, with the methods that are *able*."""
+        """Return the error of an analysis that the fusion does not support, naming the *able* methods."""
         method = self.setting("encoder_fusion")
         fault = (
             "the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none"

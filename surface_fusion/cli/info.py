@@ -17,8 +17,8 @@ from omegaconf import OmegaConf, open_dict
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.compat.checkpoint_allowlist import refusals
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
-from surface_fusion.compat.untrusted_files import refusals
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME

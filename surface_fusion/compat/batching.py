@@ -1,77 +1,104 @@
-"""Report missing data, skip overlong sentences, read split training sets."""
+"""Data sets and batches: report missing data, skip overlong sentences, keep all others."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-from fairseq import tasks, utils
-from fairseq.data import ConcatDataset, data_utils
-from fairseq.tasks import FairseqTask
+import numpy as np
+from fairseq import utils
 
-from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 
+logger = logging.getLogger(__name__)
 
-def explain_missing_data() -> None:
-    """Name the data folder, dictionary or data file that is missing or empty, in one line."""
 
-    def setup(original: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
-        folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
-        for folder in filter(None, folders):  # dummy tasks have no folder
-            if "://" not in folder and not os.path.isdir(folder):
-                raise SurfaceFusionError(
-                    f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
-                )
-        try:
-            return original(cfg, **kwargs)
-        except FileNotFoundError as error:
+def name_missing_data(setup_task: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
+    """fairseq's ``setup_task``; names a data folder or dictionary that is missing, in one line."""
+    folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
+    for folder in filter(None, folders):  # dummy tasks have no folder
+        if "://" not in folder and not os.path.isdir(folder):
             raise SurfaceFusionError(
-                f"data folder {folders[0]} has no {os.path.basename(str(error.filename))}; give the folder "
-                "that fairseq-preprocess wrote, and the languages of its files"
-            ) from error
-
-    def load(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-        if os.path.isfile(path + ".bin") and os.path.getsize(path + ".bin") == 0:
-            raise SurfaceFusionError(
-                f"data file {path}.bin has no sentences; preprocess a text that is not empty"
+                f"data folder {folder} does not exist; give the folder that fairseq-preprocess wrote"
             )
-        return original(path, *args, **kwargs)
+    try:
+        return setup_task(cfg, **kwargs)
+    except FileNotFoundError as error:
+        raise SurfaceFusionError(
+            f"data folder {folders[0]} has no {os.path.basename(str(error.filename))}; give the folder "
+            "that fairseq-preprocess wrote, and the languages of its files"
+        ) from error
 
-    wrap(tasks, "setup_task", setup)
-    wrap(data_utils, "load_indexed_dataset", load)
+
+def name_empty_data(load_dataset: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_indexed_dataset``; names an empty data file, in one line."""
+    if os.path.isfile(path + ".bin") and os.path.getsize(path + ".bin") == 0:
+        raise SurfaceFusionError(
+            f"data file {path}.bin has no sentences; preprocess a text that is not empty"
+        )
+    return load_dataset(path, *args, **kwargs)
 
 
-def skip_overlong_sentences() -> None:
-    """Skip and count sentences longer than the model's positions (fs 1853, 2998, 2650).
+def keep_last_batch(
+    batch_by_size: Callable[..., Any],
+    indices: Any,
+    num_tokens_fn: Callable[[int], int],
+    num_tokens_vec: Any = None,
+    max_tokens: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """fairseq's ``batch_by_size``; appends the last batch if fairseq drops it.
 
-    fairseq does so in training, but raises at the first such sentence in validation and generation.
+    A sentence longer than ``--max-tokens`` is skipped, with a warning. fairseq skips it in training only and
+    fails elsewhere.
     """
-
-    def keep_short(
-        original: Callable[..., Any],
-        self: Any,
-        indices: Any,
-        dataset: Any,
-        max_positions: Any = None,
-        ignore_invalid_inputs: bool = False,
-    ) -> Any:
-        kept = original(self, indices, dataset, max_positions, ignore_invalid_inputs=True)
-        if len(kept) == 0 and getattr(dataset, "tgt", None) is not None:
-            raise SurfaceFusionError(
-                f"none of the {len(indices)} sentence pairs fits the model's positions {max_positions}; "
-                "raise --max-source-positions and --max-target-positions or split the text"
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, dtype=np.int64, count=-1)
+    if max_tokens is not None and kwargs.get("fixed_shapes") is None:
+        sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
+        fits = np.asarray(sizes) <= max_tokens
+        if not fits.all():
+            logger.warning(
+                f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
+                f"first few sample ids={indices[~fits][:10].tolist()}"
             )
-        return kept
+            indices = indices[fits]
+            num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
+    if len(indices) == 0:
+        return []  # fairseq would access a last batch and fail
+    batches = list(batch_by_size(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
+    kept = sum(len(b) for b in batches)
+    if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+        batches.append(indices[kept:])
+    return batches
 
-    wrap(FairseqTask, "filter_indices_by_size", keep_short)
+
+def skip_overlong_sentences(
+    filter_indices_by_size: Callable[..., Any],
+    task: Any,
+    indices: Any,
+    dataset: Any,
+    max_positions: Any = None,
+    ignore_invalid_inputs: bool = False,
+) -> Any:
+    """fairseq's ``filter_indices_by_size``; skips and counts overlong sentences in all commands.
+
+    Raises:
+        SurfaceFusionError: no sentence pair remains.
+    """
+    kept = filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs=True)
+    if len(kept) == 0 and getattr(dataset, "tgt", None) is not None:
+        raise SurfaceFusionError(
+            f"none of the {len(indices)} sentence pairs fits the model's positions {max_positions}; "
+            "raise --max-source-positions and --max-target-positions or split the text"
+        )
+    return kept
 
 
-def accept_split_training_sets() -> None:
-    """Accept train, train1, ... when ``--upsample-primary`` has its default -1 (fs 3644)."""
-
-    def init(original: Callable[..., None], self: Any, datasets: Any, sample_ratios: Any = 1) -> None:
-        if not isinstance(sample_ratios, int):
-            sample_ratios = [1 if ratio < 0 else ratio for ratio in sample_ratios]
-        original(self, datasets, sample_ratios)
-
-    wrap(ConcatDataset, "__init__", init)
+def accept_split_training_sets(
+    init: Callable[..., None], dataset: Any, datasets: Any, sample_ratios: Any = 1
+) -> None:
+    """fairseq's ``ConcatDataset.__init__``; reads the default -1 of ``--upsample-primary`` as 1."""
+    if not isinstance(sample_ratios, int):
+        sample_ratios = [1 if ratio < 0 else ratio for ratio in sample_ratios]
+    init(dataset, datasets, sample_ratios)

@@ -18,12 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
-from fairseq.trainer import Trainer
 from torch import Tensor
 
-from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -46,14 +43,13 @@ class NotFiniteError(SurfaceFusionError):
     """A checkpoint contains NaN or infinity.
 
     Attributes:
-        found: description of the first such tensor.
         state: the checkpoint.
     """
 
-    def __init__(self, path: str, found: str, state: Any, in_optimizer: bool) -> None:
+    def __init__(self, path: str, tensor: str, state: Any, in_optimizer: bool) -> None:
         advice = "add --reset-optimizer" if in_optimizer else "use an older checkpoint"
-        super().__init__(f"checkpoint {path}: {found}; {advice}")
-        self.found, self.state = found, state
+        super().__init__(f"checkpoint {path}: {tensor}; {advice}")
+        self.state = state
 
 
 @dataclass(frozen=True)
@@ -72,18 +68,7 @@ class _Resume:
 _resume: ContextVar[Optional[_Resume]] = ContextVar("_resume", default=None)
 
 
-def check_loaded_checkpoints() -> None:
-    """Refuse damaged checkpoints and those that are not finite; resume from the newest intact one.
-
-    fairseq loads flipped weights without an error, translates with NaN, and fails on a truncated
-    ``checkpoint_last.pt`` even if the folder has intact checkpoints.
-    """
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_intact)
-    wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema)
-    wrap(Trainer, "load_checkpoint", _load_for_training)
-
-
-def _load_for_training(
+def load_newest_intact(
     load_checkpoint: Callable[..., Any],
     trainer: Any,
     filename: str,
@@ -91,7 +76,10 @@ def _load_for_training(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """fairseq's ``Trainer.load_checkpoint``; only the default ``--restore-file`` may be replaced."""
+    """fairseq's ``Trainer.load_checkpoint``; replaces a damaged file by the newest intact one.
+
+    Only the default ``--restore-file`` is replaced.
+    """
     cfg = trainer.cfg.checkpoint
     default = cfg.restore_file == LAST and filename == os.path.join(cfg.save_dir, LAST)
     if default and not os.path.exists(filename):
@@ -119,8 +107,13 @@ def _checkpoints_in(folder: str) -> list[str]:
     return [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
 
 
-def _load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu`` with the checks of this module."""
+def load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``; verifies checksums and that all values are finite.
+
+    Raises:
+        DamagedCheckpointError: the file is damaged and may not be replaced, or there is no other.
+        NotFiniteError: a tensor contains NaN or infinity.
+    """
     resume = _resume.get()
     try:
         state = _load_checked(load, path, *args, **kwargs)
@@ -128,14 +121,14 @@ def _load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any)
         if resume is None or resume.folder is None:
             raise
         path, state = _newest_intact(load, resume.folder, path, damage, *args, **kwargs)
-    found = not_finite(state, optimizer=resume is not None and resume.optimizer)
-    if found is not None:
-        raise NotFiniteError(path, found, state, in_optimizer=not_finite(state, optimizer=False) is None)
+    tensor = not_finite(state, optimizer=resume is not None and resume.optimizer)
+    if tensor is not None:
+        raise NotFiniteError(path, tensor, state, in_optimizer=not_finite(state, optimizer=False) is None)
     return state
 
 
-def _load_ema(load: Callable[[str], Any], path: str) -> Any:
-    """fairseq's ``load_ema_from_checkpoint``, which reads the file itself."""
+def load_intact_ema(load: Callable[[str], Any], path: str) -> Any:
+    """fairseq's ``load_ema_from_checkpoint``, which reads the file itself; verifies the checksums first."""
     check_records(path)
     return load(path)
 
@@ -204,9 +197,9 @@ def check_records(path: str) -> bool:
             if not any(record.CRC for record in records):
                 return False
             for record in records:
-                found = _checksum(archive, record)
-                if found != record.CRC:
-                    damaged[record.filename] = found
+                checksum = _checksum(archive, record)
+                if checksum != record.CRC:
+                    damaged[record.filename] = checksum
     except PermissionError:
         return False  # reported by loading
     except Exception as error:  # zipfile raises various exceptions on damaged headers

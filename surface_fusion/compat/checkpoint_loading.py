@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import omegaconf
 import torch
-from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 
 from surface_fusion.compat.checkpoint_integrity import DamagedCheckpointError
-from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 
 TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -51,50 +49,51 @@ def allow_checkpoint_classes() -> None:
     torch.serialization.add_safe_globals(classes)
 
 
-def explain_bad_checkpoints() -> None:
-    """Report a file that is not a checkpoint, or not a safe one, in one line instead of a traceback.
+def explain_bad_checkpoint(
+    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``; reports an unusable file in one line instead of a traceback.
 
-    Also sets the architecture of checkpoints of the published code, which name one of fairseq's.
+    Raises:
+        SurfaceFusionError: the file is missing, unreadable, damaged, not a checkpoint, or would run code.
     """
-
-    def load(
-        original: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if arg_overrides is not None and not isinstance(arg_overrides, dict):
+    if arg_overrides is not None and not isinstance(arg_overrides, dict):
+        raise SurfaceFusionError(
+            f"--model-overrides {arg_overrides} is not a dictionary; give one, such as \"{{'sf_gate': 0.9}}\""
+        )
+    try:
+        return load(path, arg_overrides, *args, **kwargs)
+    except FileNotFoundError:
+        raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
+    except IsADirectoryError:
+        raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
+    except PermissionError:
+        raise SurfaceFusionError(f"checkpoint {path} cannot be read; check its permissions") from None
+    except SurfaceFusionError:
+        raise
+    except Exception as error:  # torch raises various exceptions on malformed files
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and unknown is not None:
             raise SurfaceFusionError(
-                f"--model-overrides {arg_overrides} is not a dictionary; give one, "
-                "such as \"{'sf_gate': 0.9}\""
-            )
-        try:
-            return original(path, arg_overrides, *args, **kwargs)
-        except FileNotFoundError:
-            raise SurfaceFusionError(f"checkpoint {path} does not exist; check the path") from None
-        except IsADirectoryError:
-            raise SurfaceFusionError(f"checkpoint {path} is a folder; give a file in it") from None
-        except PermissionError:
-            raise SurfaceFusionError(f"checkpoint {path} cannot be read; check its permissions") from None
-        except SurfaceFusionError:
-            raise
-        except Exception as error:  # torch raises various exceptions on malformed files
-            unknown = re.search(r"GLOBAL (\S+)", str(error))
-            if isinstance(error, pickle.UnpicklingError) and unknown is not None:
-                raise SurfaceFusionError(
-                    f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
-                    "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
-                    f"{TRUST_VARIABLE}=1 (fairseq commands)"
-                ) from error
-            raise DamagedCheckpointError(
-                f"checkpoint {path} is truncated or not a fairseq checkpoint ({type(error).__name__}); give "
-                "a file that fairseq-train wrote"
+                f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
+                "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+                f"{TRUST_VARIABLE}=1 (fairseq commands)"
             ) from error
+        raise DamagedCheckpointError(
+            f"checkpoint {path} is truncated or not a fairseq checkpoint ({type(error).__name__}); give "
+            "a file that fairseq-train wrote"
+        ) from error
 
-    def upgrade(original: Callable[..., Any], state: Any) -> Any:
-        if not isinstance(state, dict) or "model" not in state:
-            raise KeyError("model")  # for load, which adds the path
-        args: Any = state.get("args")
-        if hasattr(args, "sf_fuision_mode") and not str(args.arch).startswith("transformer_surface_fusion"):
-            args.arch = "transformer_surface_fusion"
-        return original(state)
 
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", load)
-    wrap(checkpoint_utils, "_upgrade_state_dict", upgrade)
+def upgrade_published_checkpoint(upgrade: Callable[..., Any], state: Any) -> Any:
+    """fairseq's ``_upgrade_state_dict``; sets the architecture of checkpoints of the published code.
+
+    These name one of fairseq's architectures. A file without a model raises KeyError, which
+    :func:`explain_bad_checkpoint` reports.
+    """
+    if not isinstance(state, dict) or "model" not in state:
+        raise KeyError("model")
+    args: Any = state.get("args")
+    if hasattr(args, "sf_fuision_mode") and not str(args.arch).startswith("transformer_surface_fusion"):
+        args.arch = "transformer_surface_fusion"
+    return upgrade(state)

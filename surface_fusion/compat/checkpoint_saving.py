@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from torch import Tensor
 
-from surface_fusion.compat.patching import wrap
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import WriteError, atomic_write, remove_abandoned
 
@@ -29,22 +27,12 @@ MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cp
 """Number of fp32 state values per trained parameter (lower bound; 0 if not listed)."""
 
 
-def save_atomically() -> None:
-    """Write checkpoints and their copies to temporary files and rename these.
+def save_atomically(save: Callable[..., None], obj: Any, filename: Any, async_write: bool = False) -> None:
+    """fairseq's ``torch_persistent_save``; writes a temporary file and renames it when it is complete.
 
-    fairseq copies ``checkpoint_best.pt`` and ``checkpoint_last.pt`` in place: a process killed meanwhile
-    leaves a partial file, and the next start fails on it. If saving fails, fairseq waits 5 s, appends further
-    attempts to the output of the first, and leaves the temporary file behind. It tests ``--save-dir`` by
-    creating and deleting a file named ``dummy``, even if it is the user's.
+    Raises:
+        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
     """
-    wrap(checkpoint_utils, "torch_persistent_save", _save)
-    wrap(PathManager, "copy", _copy)
-    wrap(checkpoint_utils, "verify_checkpoint_directory", _check_folder)
-    wrap(checkpoint_utils, "load_checkpoint", _check_space)
-
-
-def _save(save: Callable[..., None], obj: Any, filename: Any, async_write: bool = False) -> None:
-    """fairseq's ``torch_persistent_save``."""
     if async_write or not isinstance(filename, str) or not PathManager.supports_rename(filename):
         save(obj, filename, async_write=async_write)
         return
@@ -60,8 +48,12 @@ def _save(save: Callable[..., None], obj: Any, filename: Any, async_write: bool 
             time.sleep(PAUSE)
 
 
-def _copy(copy: Callable[..., Any], src_path: str, dst_path: str, overwrite: bool = False) -> Any:
-    """fairseq's ``PathManager.copy``."""
+def copy_atomically(copy: Callable[..., Any], src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+    """fairseq's ``PathManager.copy``; writes a temporary file and renames it when it is complete.
+
+    Raises:
+        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
+    """
     if not all(map(PathManager.supports_rename, (src_path, dst_path))):
         return copy(src_path, dst_path, overwrite=overwrite)
     try:
@@ -78,8 +70,8 @@ def _stopped(error: WriteError) -> SurfaceFusionError:
     )
 
 
-def _check_folder(check: Callable[[str], None], save_dir: str) -> None:
-    """fairseq's ``verify_checkpoint_directory``; also removes temporary files of killed trainings.
+def check_folder(check: Callable[[str], None], save_dir: str) -> None:
+    """fairseq's ``verify_checkpoint_directory``, with an unnamed probe; removes files of killed saves.
 
     Raises:
         SurfaceFusionError: the folder cannot be created, or a file in it cannot be written.
@@ -97,7 +89,7 @@ def _check_folder(check: Callable[[str], None], save_dir: str) -> None:
         raise SurfaceFusionError(f"--save-dir {save_dir}: {WriteError(save_dir, error)}") from error
 
 
-def _check_space(
+def check_space(
     load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """fairseq's ``load_checkpoint``, then a check that the first checkpoints fit on the disk.

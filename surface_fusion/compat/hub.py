@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from fairseq.hub_utils import GeneratorHubInterface
 from torch import Tensor
 
-from surface_fusion.compat.patching import replaced, wrap
+from surface_fusion.compat.patching import replaced
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -49,64 +48,53 @@ def empty_hypothesis(eos: int) -> dict[str, Any]:
     }
 
 
-def in_order(found: Sequence[Any], indices: Sequence[int], count: int, eos: int) -> list[Any]:
-    """Hypotheses of *count* lines: *found* at the indices *indices*, empty ones elsewhere.
+def in_order(translated: Sequence[Any], indices: Sequence[int], count: int, eos: int) -> list[Any]:
+    """Hypotheses of *count* lines: *translated* at the indices *indices*, empty ones elsewhere.
 
     Raises:
-        SurfaceFusionError: *found* and *indices* differ in length.
+        SurfaceFusionError: *translated* and *indices* differ in length.
     """
-    if len(found) != len(indices):
+    if len(translated) != len(indices):
         raise SurfaceFusionError(
-            f"the model returned {len(found)} translations for {len(indices)} lines; translate fewer lines "
-            "at once, or one by one"
+            f"the model returned {len(translated)} translations for {len(indices)} lines; translate fewer "
+            "lines at once, or one by one"
         )
     results: list[Any] = [[empty_hypothesis(eos)] for _ in range(count)]
-    for index, hypotheses in zip(indices, found, strict=True):
+    for index, hypotheses in zip(indices, translated, strict=True):
         results[index] = hypotheses
     return results
 
 
-def keep_order_of_lines() -> None:
-    """Return a result for each line from the hub's ``translate``, ``sample`` and ``generate``.
+def keep_order_of_lines(
+    generate: Callable[..., Any],
+    hub: Any,
+    tokenized_sentences: Any,
+    *args: Any,
+    skip: Callable[[Tensor], bool] = lambda row: False,
+    first_line: int = 1,
+    **kwargs: Any,
+) -> Any:
+    """fairseq's ``GeneratorHubInterface.generate``, which ``translate`` and ``sample`` call.
 
-    fairseq drops lines that are too long for the model, which shifts the results of all later lines. Here
-    such a line gets an empty hypothesis, and a warning with its number is logged. So does, without a warning,
-    a row for which the additional keyword *skip* is true.
+    A line that is too long for the model gets an empty hypothesis, and a warning with its number is logged.
+    So does, without a warning, a row for which the additional keyword *skip* returns True.
     """
-
-    def generate(
-        original: Callable[..., Any],
-        hub: Any,
-        tokenized_sentences: Any,
-        *args: Any,
-        skip: Callable[[Tensor], bool] = lambda row: False,
-        first_line: int = 1,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
-            return original(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
-        limit = position_limit(hub.max_positions, "source")
-        fits = fitting(tokenized_sentences, limit, first_line)
-        indices = [i for i in fits if not skip(tokenized_sentences[i])]
-        rows = [tokenized_sentences[i] for i in indices]
-        found = original(hub, rows, *args, **kwargs) if rows else []
-        return in_order(found, indices, len(tokenized_sentences), hub.tgt_dict.eos())
-
-    wrap(GeneratorHubInterface, "generate", generate)
+    if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
+        return generate(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
+    fits = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"), first_line)
+    indices = [i for i in fits if not skip(tokenized_sentences[i])]
+    rows = [tokenized_sentences[i] for i in indices]
+    results = generate(hub, rows, *args, **kwargs) if rows else []
+    return in_order(results, indices, len(tokenized_sentences), hub.tgt_dict.eos())
 
 
-def translate_beyond_max_tokens() -> None:
-    """Let the hub translate a line that is longer than the ``--max-tokens`` of the training.
-
-    fairseq makes batches with the ``--max-tokens`` of the checkpoint and fails on such a line.
-    """
-
-    def build_batches(original: Callable[..., Any], hub: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = hub.cfg.dataset
-        limit, longest = settings.max_tokens, max(row.numel() for row in tokens)
-        if limit is None or longest <= limit:
-            return original(hub, tokens, *args, **kwargs)
-        with replaced(settings, "max_tokens", longest):
-            return original(hub, tokens, *args, **kwargs)
-
-    wrap(GeneratorHubInterface, "_build_batches", build_batches)
+def raise_max_tokens(
+    build_batches: Callable[..., Any], hub: Any, tokens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``GeneratorHubInterface._build_batches``; raises ``max_tokens`` to the longest line."""
+    settings = hub.cfg.dataset
+    limit, longest = settings.max_tokens, max(row.numel() for row in tokens)
+    if limit is None or longest <= limit:
+        return build_batches(hub, tokens, *args, **kwargs)
+    with replaced(settings, "max_tokens", longest):
+        return build_batches(hub, tokens, *args, **kwargs)

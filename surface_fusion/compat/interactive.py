@@ -1,4 +1,4 @@
-"""Let ``interactive`` return one hypothesis per input line."""
+"""Let ``interactive`` print one ``H-`` line per input line."""
 
 import contextlib
 import functools
@@ -12,7 +12,6 @@ from fairseq_cli import interactive
 from torch import Tensor
 
 from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, position_limit
-from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import typed_lines
@@ -24,60 +23,55 @@ class _Lines(list[str]):
     before = 0
 
 
-def answer_each_line() -> None:
-    """Print an ``H-`` line for each line that ``interactive`` reads.
-
-    fairseq also splits lines at carriage returns, and drops lines that are too long for the model or for
-    ``--max-tokens``. Here these get an empty hypothesis, and a warning with the line number is logged. Empty
-    lines get an empty hypothesis too; a translation model would generate a sentence for them.
-    """
-
-    def buffered_read(original: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
-        if input == "-" and sys.stdin is None:
-            raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
-        with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
-            lines = _Lines()
-            for line in typed_lines(stream):
-                lines.append(line.strip())
-                if len(lines) == buffer_size:
-                    yield lines
-                    before, lines = lines.before + len(lines), _Lines()
-                    lines.before = before
-            if lines:
+def read_lines(buffered_read: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
+    """fairseq's ``buffered_read``, which yields lists of lines; splits them at line feeds only."""
+    if input == "-" and sys.stdin is None:
+        raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
+    with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
+        lines = _Lines()
+        for line in typed_lines(stream):
+            lines.append(line.strip())
+            if len(lines) == buffer_size:
                 yield lines
+                before, lines = lines.before + len(lines), _Lines()
+                lines.before = before
+        if lines:
+            yield lines
 
-    def make_batches(
-        original: Callable[..., Any],
-        lines: list[str],
-        cfg: Any,
-        task: Any,
-        max_positions: Any,
-        encode_fn: Callable[[str], str],
-    ) -> Iterator[Any]:
-        refuse_shards("interactive")
-        before = getattr(lines, "before", 0)
-        encode = functools.cache(encode_fn)
-        constrained = cfg.generation.constraints
-        texts = [line.split("\t")[0] if constrained else line for line in lines]
-        rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
-        limit, least = position_limit(max_positions, "source"), 2 if isinstance(task, TranslationTask) else 0
-        indices = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
-        missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
-        kept = [lines[i] for i in indices]
-        for batch in original(kept, cfg, task, max_positions, encode) if kept else ():
-            ids = [indices[i] for i in batch.ids.tolist()]
-            missing.difference_update(ids)
-            yield batch._replace(ids=torch.tensor(ids))
-        for i in sorted(missing):
-            by_model = (limit, "the model takes")
-            why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
-            logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
-        for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
-            yield from _untranslated(i, rows[i], task, constrained)
 
-    for module in command_modules(interactive):
-        wrap(module, "buffered_read", buffered_read)
-        wrap(module, "make_batches", make_batches)
+def batch_each_line(
+    make_batches: Callable[..., Any],
+    lines: list[str],
+    cfg: Any,
+    task: Any,
+    max_positions: Any,
+    encode_fn: Callable[[str], str],
+) -> Iterator[Any]:
+    """fairseq's ``make_batches``, then a batch with an empty hypothesis for each line that it leaves out.
+
+    A warning with the number of the line is logged. Empty lines get an empty hypothesis too; a translation
+    model would generate a sentence for them.
+    """
+    refuse_shards("interactive")
+    before = getattr(lines, "before", 0)
+    encode = functools.cache(encode_fn)
+    constrained = cfg.generation.constraints
+    texts = [line.split("\t")[0] if constrained else line for line in lines]
+    rows, _ = task.get_interactive_tokens_and_lengths(texts, encode)
+    limit, least = position_limit(max_positions, "source"), 2 if isinstance(task, TranslationTask) else 0
+    indices = [i for i, row in enumerate(rows) if least <= len(row) <= limit]
+    missing = {i for i, row in enumerate(rows) if len(row) > 1 or least == 0}
+    kept = [lines[i] for i in indices]
+    for batch in make_batches(kept, cfg, task, max_positions, encode) if kept else ():
+        ids = [indices[i] for i in batch.ids.tolist()]
+        missing.difference_update(ids)
+        yield batch._replace(ids=torch.tensor(ids))
+    for i in sorted(missing):
+        by_model = (limit, "the model takes")
+        why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
+        logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
+    for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
+        yield from _untranslated(i, rows[i], task, constrained)
 
 
 def _untranslated(index: int, row: Tensor, task: Any, constrained: bool) -> Iterator[interactive.Batch]:

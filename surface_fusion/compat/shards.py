@@ -6,11 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
-from fairseq.data import data_utils
-from fairseq.distributed import utils as distributed_utils
-from fairseq_cli import generate as fairseq_generate
 
-from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.errors import SurfaceFusionError
 
 
@@ -22,55 +18,51 @@ class Shard(NamedTuple):
 
 
 _shard: Optional[Shard] = None
+"""What the running command evaluates; None for all sentences."""
 
 
-def read_one_shard() -> None:
-    """Let generate, validate and eval-lm process sentences I, I+N, I+2N, ...
+def generate_shard(main: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``generate.main``, of the sentences of one shard."""
+    settings = cfg if isinstance(cfg, argparse.Namespace) else cfg.dataset
+    return _run_on_shard(main, _checked(settings), cfg, *args, **kwargs)
 
-    fairseq ignores ``--num-shards N --shard-id I``, except in ``eval-lm``, which distributes batches: there
-    may be fewer of them than shards. Several processes share the batches of the shard.
+
+def evaluate_shard(
+    call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any
+) -> None:
+    """fairseq's ``call_main``; runs the *main* of ``validate`` and ``eval-lm`` on the sentences of one shard.
+
+    Several processes share the batches of the shard.
     """
+    if cfg.common_eval.path is not None:  # no training
+        shard = _checked(cfg.dataset)
+        if shard.shards > 1:
+            cfg.dataset.num_shards, cfg.dataset.shard_id = 1, 0  # otherwise eval-lm splits the shard again
+            main = functools.partial(_run_on_shard, main, shard)
+    call_main(cfg, main, **kwargs)
 
-    def generate(original: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = cfg if isinstance(cfg, argparse.Namespace) else cfg.dataset
-        return _main_of_shard(original, _checked(settings), cfg, *args, **kwargs)
 
-    def call_main(original: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
-        if cfg.common_eval.path is not None:  # no training
-            shard = _checked(cfg.dataset)
-            if shard.shards > 1:
-                cfg.dataset.num_shards, cfg.dataset.shard_id = (
-                    1,
-                    0,
-                )  # else eval-lm splits it again
-                main = functools.partial(_main_of_shard, main, shard)
-        original(cfg, main, **kwargs)
-
-    def batch_by_size(
-        original: Callable[..., Any],
-        indices: Any,
-        num_tokens_fn: Any,
-        num_tokens_vec: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if _shard is not None:
-            if not isinstance(indices, np.ndarray):
-                indices = np.fromiter(indices, dtype=np.int64, count=-1)
-            mine = slice(_shard.number, None, _shard.shards)
-            if len(indices) <= _shard.number:
-                raise SurfaceFusionError(
-                    f"--num-shards {_shard.shards} --shard-id {_shard.number}: the data has {len(indices)} "
-                    "sentences, so this shard is empty; give fewer shards"
-                )
-            indices = indices[mine]
-            num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[mine]
-        return original(indices, num_tokens_fn, num_tokens_vec, *args, **kwargs)
-
-    for module in command_modules(fairseq_generate):
-        wrap(module, "main", generate)
-    wrap(distributed_utils, "call_main", call_main)
-    wrap(data_utils, "batch_by_size", batch_by_size)
+def batch_shard(
+    batch_by_size: Callable[..., Any],
+    indices: Any,
+    num_tokens_fn: Any,
+    num_tokens_vec: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """fairseq's ``batch_by_size``, of sentences I, I+N, I+2N, ... if a command runs on shard I of N."""
+    if _shard is not None:
+        if not isinstance(indices, np.ndarray):
+            indices = np.fromiter(indices, dtype=np.int64, count=-1)
+        mine = slice(_shard.number, None, _shard.shards)
+        if len(indices) <= _shard.number:
+            raise SurfaceFusionError(
+                f"--num-shards {_shard.shards} --shard-id {_shard.number}: the data has {len(indices)} "
+                "sentences, so this shard is empty; give fewer shards"
+            )
+        indices = indices[mine]
+        num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[mine]
+    return batch_by_size(indices, num_tokens_fn, num_tokens_vec, *args, **kwargs)
 
 
 def refuse_shards(command: str) -> None:
@@ -95,7 +87,7 @@ def _checked(settings: Any) -> Shard:
     return shard
 
 
-def _main_of_shard(main: Callable[..., Any], shard: Shard, *args: Any, **kwargs: Any) -> Any:
+def _run_on_shard(main: Callable[..., Any], shard: Shard, *args: Any, **kwargs: Any) -> Any:
     global _shard
     _shard = shard if shard.shards > 1 else None
     try:

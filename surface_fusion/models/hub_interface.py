@@ -14,7 +14,7 @@ from omegaconf import open_dict
 from torch import Tensor
 
 from surface_fusion.compat.hub import fitting, in_order, position_limit
-from surface_fusion.config.overrides import unknown_setting
+from surface_fusion.compat.model_overrides import unknown_setting
 from surface_fusion.config.ranges import check_ranges
 from surface_fusion.errors import SurfaceFusionError
 

@@ -9,10 +9,10 @@ import pytest
 import surface_fusion
 from tests.helpers.code_calls import calls
 
-LITERAL = "parsed as a literal (compat/literals.py)"
+LITERAL = "parsed as a literal (compat/safe_eval.py)"
 SAFE_LOAD = "torch's weights_only=True, the default of torch >= 2.6"
 OWN_MODULES = "the modules of fairseq's own folder"
-NO_SHELL = "replaced (compat/data_files.py)"
+NO_SHELL = "replaced (compat/safe_readers.py)"
 USER = "the user's own command line or environment"
 BETWEEN_RANKS = "between the processes of one training"
 
@@ -21,7 +21,7 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("fairseq/criterions/__init__.py", "importlib.import_module('fairseq.criterions.'"): OWN_MODULES,
     ("fairseq/criterions/ctc.py", "eval("): LITERAL,
     ("fairseq/data/audio/__init__.py", "importlib.import_module(f'fairseq.data.audio."): OWN_MODULES,
-    ("fairseq/data/audio/data_cfg.py", "yaml.load("): "replaced by the safe loader (compat/data_files.py)",
+    ("fairseq/data/audio/data_cfg.py", "yaml.load("): "replaced by the safe loader (compat/safe_readers.py)",
     ("fairseq/data/audio/raw_audio_dataset.py", "eval("): LITERAL,
     ("fairseq/data/codedataset.py", "eval("): LITERAL,
     ("fairseq/data/codedataset.py", "torch.load("): SAFE_LOAD,
@@ -30,7 +30,7 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("fairseq/data/fasta_dataset.py", "subprocess.check_output("): NO_SHELL,
     ("fairseq/data/plasma_utils.py", "import subprocess"): USER,
     ("fairseq/data/plasma_utils.py", "subprocess.Popen(['plasma_store'"): (
-        "one program, without a shell; use_plasma_view of a file is refused (compat/untrusted_files.py)"
+        "one program, without a shell; use_plasma_view of a file is refused (compat.checkpoint_allowlist.py)"
     ),
     ("fairseq/distributed/utils.py", "import pickle"): BETWEEN_RANKS,
     ("fairseq/distributed/utils.py", "pickle.dumps("): BETWEEN_RANKS,
@@ -38,8 +38,8 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("fairseq/distributed/utils.py", "torch.load(buffer"): BETWEEN_RANKS,
     ("fairseq/distributed/utils.py", "import subprocess"): USER,
     ("fairseq/distributed/utils.py", "subprocess.check_output(['scontrol'"): USER,
-    ("fairseq/file_utils.py", "import tarfile"): "extracts inside of its folder (compat/data_files.py)",
-    ("fairseq/file_utils.py", "tarfile.open("): "extracts inside of its folder (compat/data_files.py)",
+    ("fairseq/file_utils.py", "import tarfile"): "extracts inside of its folder (compat/safe_readers.py)",
+    ("fairseq/file_utils.py", "tarfile.open("): "extracts inside of its folder (compat/safe_readers.py)",
     ("fairseq/hub_utils.py", "file_utils.load_archive_file("): USER,
     ("fairseq/model_parallel/criterions/__init__.py", "importlib.import_module('fairseq.model_"): OWN_MODULES,
     ("fairseq/model_parallel/models/__init__.py", "importlib.import_module('fairseq.model_"): OWN_MODULES,
@@ -85,8 +85,7 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("surface_fusion/cli/fairseq_verbs.py", "importlib.import_module(f'fairseq_cli.{verb}')"): OWN_MODULES,
     ("surface_fusion/compat/checkpoint_integrity.py", "torch.load("): SAFE_LOAD,
     ("surface_fusion/compat/checkpoint_loading.py", "import pickle"): "its exceptions only",
-    ("surface_fusion/compat/data_files.py", "import tarfile"): "its filter of unsafe members",
-    ("surface_fusion/compat/literals.py", "importlib.import_module(name)"): "the names in its table",
+    ("surface_fusion/compat/safe_readers.py", "import tarfile"): "its filter of unsafe members",
 }
 
 

@@ -9,24 +9,20 @@ from typing import Any
 
 import numpy as np
 import yaml
-from fairseq import file_utils
 from fairseq.data import fasta_dataset
-from fairseq.data.audio import data_cfg
 
-from surface_fusion.compat.patching import replaced, wrap
+from surface_fusion.compat.patching import replaced
 from surface_fusion.errors import SurfaceFusionError
 
 
-def index_fasta_without_shell() -> None:
-    """Index ``.fasta`` files in Python; fairseq passes their unquoted path to a shell.
+def index_fasta_without_shell(build_index: Callable[..., Any], dataset: Any, path: str) -> tuple[Any, Any]:
+    """fairseq's ``FastaDataset._build_index``, in Python.
 
-    A file named ``train.$(command).fasta`` in a data folder runs the command in plain fairseq.
+    fairseq passes the unquoted path to a shell, which runs the command in ``train.$(command).fasta``.
+
+    Returns:
+        Byte offsets of the records of ``path.fasta``, and the lengths of their sequences, as int64.
     """
-    wrap(fasta_dataset.FastaDataset, "_build_index", _build_index)
-
-
-def _build_index(original: Callable[..., Any], self: Any, path: str) -> tuple[Any, Any]:
-    """Byte offsets of the records of ``path.fasta``, and the lengths of their sequences, as int64."""
     offsets, sizes, position = [], [], 0
     with open(fasta_dataset.fasta_file_path(path), "rb") as file:
         for line in file:
@@ -39,32 +35,19 @@ def _build_index(original: Callable[..., Any], self: Any, path: str) -> tuple[An
     return np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
 
-def read_yaml_safely() -> None:
-    """Read the data configuration of speech tasks with YAML's safe loader.
+def read_yaml_safely(get_config: Callable[..., Any], yaml_path: Path) -> Any:
+    """fairseq's ``get_config_from_yaml``, with YAML's safe loader.
 
     fairseq uses ``yaml.FullLoader``. Before PyYAML 5.4 it calls functions that the file names; later versions
     look up names in imported modules.
     """
-    wrap(data_cfg, "get_config_from_yaml", _get_config_from_yaml)
-
-
-def _get_config_from_yaml(original: Callable[..., Any], yaml_path: Path) -> Any:
     if not yaml_path.is_file():
-        return original(yaml_path)  # its error
+        return get_config(yaml_path)  # its error
     try:
         with open(yaml_path) as file:
             return yaml.safe_load(file)
     except yaml.YAMLError as error:
         raise SurfaceFusionError(f"{yaml_path} is not plain YAML: {error}") from error
-
-
-def extract_archives_inside() -> None:
-    """Refuse a model archive with members that would be written outside of the target folder.
-
-    ``from_pretrained("model.tar.gz")`` extracts with Python's default filter, which before Python 3.14 writes
-    a member named ``../../.bashrc`` outside of the folder.
-    """
-    wrap(file_utils, "load_archive_file", _load_archive_file)
 
 
 def _only_inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
@@ -74,9 +57,14 @@ def _only_inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     return tarfile.data_filter(member, path)
 
 
-def _load_archive_file(original: Callable[..., Any], archive_file: str) -> Any:
+def extract_archive_inside(load_archive: Callable[..., Any], archive_file: str) -> Any:
+    """fairseq's ``load_archive_file``; refuses members that would be written outside of the target folder.
+
+    fairseq extracts with Python's default filter, which before Python 3.14 writes a member named
+    ``../../.bashrc`` outside of the folder.
+    """
     if os.path.isdir(archive_file):
-        return original(archive_file)
+        return load_archive(archive_file)
     if not hasattr(tarfile, "data_filter"):
         raise SurfaceFusionError(
             f"archive {archive_file} cannot be extracted safely by Python {platform.python_version()}; "
@@ -85,7 +73,7 @@ def _load_archive_file(original: Callable[..., Any], archive_file: str) -> Any:
     archives: Any = tarfile.TarFile
     try:
         with replaced(archives, "extraction_filter", staticmethod(_only_inside)):
-            return original(archive_file)
+            return load_archive(archive_file)
     except tarfile.FilterError as error:
         raise SurfaceFusionError(
             f"archive {archive_file} was not extracted: {error}; give a folder or another archive"

@@ -4,20 +4,24 @@ fairseq silently ignores names that it does not find.
 """
 
 import difflib
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models import MODEL_REGISTRY
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 
+MODEL_NAME = "transformer_surface_fusion"
+"""The registered name of this package's model, with which those of its architectures begin."""
 
-def refuse_unknown(
+
+def refuse_unknown_names(
     load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """fairseq's ``load_checkpoint_to_cpu``; also checks the names in *arg_overrides*.
@@ -28,9 +32,9 @@ def refuse_unknown(
     state = load(path, arg_overrides, *args, **kwargs)
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
-    if arg_overrides and name.startswith("transformer_surface_fusion"):
-        # fairseq's hub passes generation_args along with the overrides; arch is not in a dataclass.
-        known = {*_names(state["cfg"]), "generation_args", "arch"}
+    if arg_overrides and name.startswith(MODEL_NAME):
+        # fairseq's hub passes generation_args along with the overrides; the others have no flag.
+        known = {*_names(state["cfg"]), "generation_args", "arch", "decoder_input_dim"}
         for key in arg_overrides:
             if key not in known:
                 raise unknown_setting(f"override {key!r} of {path} is not a setting of its model", key, known)
@@ -49,9 +53,9 @@ def _names(cfg: DictConfig) -> Iterator[str]:
         yield section
         if isinstance(cfg[section], DictConfig):
             yield from map(str, cfg[section])
-    yield from _fields(SurfaceFusionConfig())
-    for section in SECTIONS:
-        yield from (f"{section}_{name}" for name in _fields(getattr(SurfaceFusionConfig(), section)))
+    parser = ArgumentParser(add_help=False)
+    MODEL_REGISTRY[MODEL_NAME].add_args(parser)
+    yield from (action.dest for action in parser._actions)
     for field in fields(FairseqConfig):
         yield field.name
         yield from _fields(field.type)

@@ -4,6 +4,10 @@ torch's safe unpickler keeps code out of a checkpoint's objects. fairseq then bu
 selects: any registered model, task, criterion, tokenizer or subword model, with any option. Some of these run
 commands, load further files with other loaders, or fetch URLs. ``--trust-checkpoint`` or
 ``TRUST_VARIABLE=1`` turns the allow-list off. Strings are parsed as literals in any case.
+
+Models and tasks that are registered outside of fairseq (by this package or the user's ``--user-dir``) are
+allowed. So are the values that the user gives for a field on the command line, also in
+``--model-overrides``. Resuming a training builds nothing from the checkpoint and is not restricted.
 """
 
 import os
@@ -13,15 +17,13 @@ from contextvars import ContextVar
 from dataclasses import is_dataclass
 from typing import Any
 
-from fairseq import checkpoint_utils
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
-from surface_fusion.compat.literals import NotLiteralError, literal
-from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.safe_eval import NotLiteralError, literal
 from surface_fusion.errors import SurfaceFusionError, shorten
 
 MODELS = ("transformer", "transformer_align", "transformer_lm")
@@ -61,19 +63,6 @@ _building: ContextVar[str | None] = ContextVar("_building", default=None)
 
 "task" if the task is built from the checkpoint too, else "model".
 """
-
-
-def restrict_untrusted_files() -> None:
-    """Refuse a checkpoint whose configuration selects what this module does not allow.
-
-    Models and tasks that are registered outside of fairseq (by this package or the user's ``--user-dir``) are
-    allowed. So are the values that the user gives for a field on the command line, also in
-    ``--model-overrides``. Resuming a training builds nothing from the checkpoint and is not restricted.
-    """
-    wrap(checkpoint_utils, "overwrite_args_by_name", _overwrite)
-    wrap(checkpoint_utils, "_upgrade_state_dict", _upgrade)
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load)
-    wrap(checkpoint_utils, "load_model_ensemble_and_task", _build)
 
 
 def trusted() -> bool:
@@ -141,10 +130,10 @@ def _model_refusals(model: dict[str, Any], given: dict[str, Any]) -> Iterator[st
     name = model.get("_name") or model.get("arch")
     if not name and len(model) == 1:
         name = next(iter(model))
-    found = _find(ARCH_MODEL_REGISTRY, name) or _find(MODEL_REGISTRY, name)
+    registered = _find(ARCH_MODEL_REGISTRY, name) or _find(MODEL_REGISTRY, name)
     family = _find(ARCH_MODEL_NAME_REGISTRY, name) or name
     if family not in MODELS:
-        yield from _name_refusal("model", name, found, given)
+        yield from _name_refusal("model", name, registered, given)
 
 
 def _task_refusals(task: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
@@ -182,9 +171,9 @@ def _registry_refusals(
                 yield f"names a URL for {key}: {value}"
 
 
-def _name_refusal(kind: str, name: Any, found: Any, given: dict[str, Any]) -> Iterator[str]:
+def _name_refusal(kind: str, name: Any, registered: Any, given: dict[str, Any]) -> Iterator[str]:
     """Refuse *name* unless it is registered outside of fairseq, or the user gave it."""
-    of_fairseq = found is None or found.__module__.split(".")[0] == "fairseq"
+    of_fairseq = registered is None or registered.__module__.split(".")[0] == "fairseq"
     keys = (kind, "arch", "_name") if kind == "model" else (kind, "_name")
     if of_fairseq and not (isinstance(name, str) and _gave(given, name, *keys)):
         yield f"names the {kind} {name}"
@@ -218,7 +207,7 @@ def _all_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Interpolation(SurfaceFusionError):
-    """The message lacks the path; ``_load`` adds it."""
+    """The message lacks the path; :func:`load_allowed` adds it."""
 
 
 def _check_interpolations(stored: Any) -> None:
@@ -233,22 +222,25 @@ def _check_interpolations(stored: Any) -> None:
                 raise _Interpolation(f"holds the interpolation {key}={value}")
 
 
-def _overwrite(original: Callable[..., Any], cfg: Any, overrides: Any) -> Any:
-    _check_interpolations(cfg)  # reading a field resolves it
-    return original(cfg, overrides)
+def refuse_interpolations_in_cfg(overwrite: Callable[..., Any], cfg: Any, overrides: Any) -> Any:
+    """fairseq's ``overwrite_args_by_name``, which resolves each field; refuses interpolations in *cfg*."""
+    _check_interpolations(cfg)
+    return overwrite(cfg, overrides)
 
 
-def _upgrade(original: Callable[..., Any], state: Any) -> Any:
+def refuse_interpolations(upgrade: Callable[..., Any], state: Any) -> Any:
+    """fairseq's ``_upgrade_state_dict``; refuses interpolations in the configuration of *state*."""
     if isinstance(state, dict):
         _check_interpolations([state.get("args"), state.get("cfg")])
-    return original(state)
+    return upgrade(state)
 
 
-def _load(
-    original: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+def load_allowed(
+    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``; calls :func:`check_configuration` if a model is built from it."""
     try:
-        state = original(path, arg_overrides, *args, **kwargs)
+        state = load(path, arg_overrides, *args, **kwargs)
     except _Interpolation as refusal:
         raise _not_trusted(path, str(refusal)) from None
     if (building := _building.get()) is not None:
@@ -256,8 +248,8 @@ def _load(
     return state
 
 
-def _build(
-    original: Callable[..., Any],
+def build_allowed(
+    build: Callable[..., Any],
     filenames: list[str],
     arg_overrides: Any = None,
     task: Any = None,
@@ -266,11 +258,12 @@ def _build(
     num_shards: int = 1,
     state: Any = None,
 ) -> Any:
+    """fairseq's ``load_model_ensemble_and_task``; calls :func:`check_configuration` for each checkpoint."""
     if state is not None:
         check_configuration(state, filenames[0], arg_overrides, task is None)
     token = _building.set("task" if task is None else "model")
     try:
-        return original(filenames, arg_overrides, task, strict, suffix, num_shards, state)
+        return build(filenames, arg_overrides, task, strict, suffix, num_shards, state)
     finally:
         _building.reset(token)
 

@@ -15,7 +15,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import progress_bar
 
 from surface_fusion.cli.main import main
-from surface_fusion.compat.process_state import forget_last_training
+from surface_fusion.compat.global_state import clear_training_state
 from tests.helpers.paths import ROOT
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import parse
@@ -31,9 +31,9 @@ def test_what_fairseq_keeps_is_forgotten(tmp_path: Path, monkeypatch: pytest.Mon
     files = [logging.FileHandler(tmp_path / name) for name in ("first", "second")]
     for handler in files:
         logger.addHandler(handler)
-    forget_last_training(str(tmp_path / "second"))
+    clear_training_state(str(tmp_path / "second"))
     assert [h for h in logger.handlers if isinstance(h, logging.FileHandler)] == files[1:]
-    forget_last_training()
+    clear_training_state()
     assert not any(isinstance(h, logging.FileHandler) for h in logger.handlers)
     assert not hasattr(checkpoint_utils.save_checkpoint, "best")
     assert not {"best", "num_runs"} & set(vars(fairseq_cli.train.should_stop_early))

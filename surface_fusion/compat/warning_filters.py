@@ -1,4 +1,4 @@
-"""Silence warnings of fairseq at start-up that users cannot act on."""
+"""Silence warnings of fairseq that users cannot act on."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
 )
 
 
-def silence_harmless_warnings() -> None:
+def filter_harmless_warnings() -> None:
     """Ignore the warnings above, unless ``-W`` or PYTHONWARNINGS is set."""
     if sys.warnoptions:
         return

@@ -1,0 +1,37 @@
+"""Write ``docs/repairs.md`` from the table in ``surface_fusion/compat``."""
+
+from itertools import groupby
+from pathlib import Path
+
+from surface_fusion.compat.patching import FAIRSEQ_VERSIONS
+from surface_fusion.compat.repairs import REPAIRS
+
+PAGE = Path(__file__).parents[2] / "docs" / "repairs.md"
+
+HEAD = f"""# Repairs of fairseq
+
+fairseq is no longer released. When this package is imported, it wraps the functions of fairseq in the first
+column, for all models and commands. Each fault was seen in {FAIRSEQ_VERSIONS};
+"fs" is an issue of facebookresearch/fairseq. A test runs plain fairseq and fails when a fault is gone; the
+repair can then be removed.
+
+The import also registers the classes in fairseq's checkpoints with torch's safe unpickler (fs 5610), and
+ignores warnings that users cannot act on. `scripts/docs/repairs.py` writes this page from the table in
+[`surface_fusion/compat`](../surface_fusion/compat/repairs.py).
+
+| attribute | what fairseq does | report |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of ``docs/repairs.md``; repairs of one fault share a row."""
+    rows = []
+    for (fault, report), group in groupby(REPAIRS, lambda repair: (repair.fault, repair.report)):
+        names = "<br>".join(f"`{repair.name}`" for repair in group)
+        rows.append(f"| {names} | {fault} | {report} |\n")
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,86 @@
+"""Train with several processes on a machine without GPUs."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq.distributed import utils as distributed_utils
+
+from surface_fusion.compat.rank_watch import WatchedMain
+from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
+
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""Environment variables that torchrun sets for each process."""
+
+SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+"""Environment variables by which fairseq finds the other machines if ``--distributed-port`` is given."""
+
+
+def start_processes_on_cpus(
+    call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any
+) -> None:
+    """fairseq's ``call_main``; without GPUs, starts ``--distributed-world-size`` processes on the CPU.
+
+    fairseq starts one process per GPU, which is none. Neither ``--distributed-no-spawn`` nor
+    ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is needed. Processes that torchrun has
+    started are used as they are; fairseq divides by the number of GPUs.
+    """
+    given, devices = cfg.distributed_training, torch.cuda.device_count()
+    world = given.distributed_world_size
+    if world <= max(devices, 1) or cfg.common.tpu:
+        return call_main(cfg, main, **kwargs)
+    if given.distributed_init_method is None:
+        by_torchrun = all(name in os.environ for name in TORCHRUN)
+        by_slurm = given.distributed_port > 0 and any(name in os.environ for name in SLURM)
+        if by_torchrun and devices == 0:
+            given.distributed_init_method, given.distributed_no_spawn = "env://", True
+            given.distributed_world_size = int(os.environ["WORLD_SIZE"])
+            given.distributed_rank = int(os.environ["RANK"])
+        elif by_torchrun or by_slurm:
+            return call_main(cfg, main, **kwargs)
+    if devices > 0 and not cfg.common.cpu:
+        return call_main(cfg, main, **kwargs)  # more processes than GPUs: other machines have the rest
+    if given.distributed_backend == "nccl":
+        logger.info("--distributed-backend nccl needs GPUs; taking gloo")
+        given.distributed_backend = "gloo"
+    if given.distributed_no_spawn:
+        if given.distributed_init_method is None:
+            raise SurfaceFusionError(
+                f"--distributed-no-spawn with --distributed-world-size {world} needs an address; "
+                "add --distributed-init-method tcp://HOST:PORT, the same for all"
+            )
+        return call_main(cfg, main, **kwargs)
+    rank = given.distributed_rank
+    if rank != 0:
+        raise SurfaceFusionError(
+            f"--distributed-rank {rank}: without GPUs the command of rank 0 starts all {world} processes; "
+            "leave the flag out, or start each rank by itself with --distributed-no-spawn"
+        )
+    if given.distributed_init_method is None:
+        given.distributed_init_method = f"tcp://localhost:{_free_port()}"
+    logger.info(f"starting {world} processes on this machine's CPU")
+    given.distributed_rank = None  # each gets its own
+    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
+        distributed_utils.distributed_main,
+        (WatchedMain(main), cfg, {**kwargs, "start_rank": 0}),
+        nprocs=world,
+    )
+    return None
+
+
+def without_device_ids(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
+    """torch's ``DistributedDataParallel``, which refuses device ids of a model on the CPU."""
+    if not any(parameter.is_cuda for parameter in module.parameters()):
+        kwargs.update(device_ids=None, output_device=None)
+    return ddp(*args, module=module, **kwargs)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])

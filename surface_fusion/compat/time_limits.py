@@ -1,0 +1,112 @@
+"""Limit the time that processes wait for each other, and name those that are missing.
+
+fairseq leaves torch's timeouts: 30 minutes with gloo, and an error that names no rank. Here the limit is
+``--heartbeat-timeout`` seconds, by default 600.
+
+``fairseq-hydra-train`` imports the package after the process group exists. From then on the limit holds
+there, too, and the log names the rank that does not answer, but the error itself is torch's.
+"""
+
+import atexit
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from surface_fusion.compat import rank_watch
+from surface_fusion.compat.patching import replaced
+from surface_fusion.errors import SurfaceFusionError
+
+WAIT = 600.0
+"""Default limit in seconds."""
+
+
+def seconds_to_wait(distributed: Any) -> float:
+    """The limit by the section ``distributed_training`` of a configuration, in seconds."""
+    given = getattr(distributed, "heartbeat_timeout", -1)
+    return float(given) if given > 0 else WAIT
+
+
+def watch_main(call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+    """fairseq's ``call_main``; errors of *main* name the rank that has stopped."""
+    call_main(cfg, rank_watch.WatchedMain(main), **kwargs)
+
+
+def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
+    """fairseq's ``distributed_init``; makes the process group with the time limit and starts the watch."""
+    given = getattr(cfg, "distributed_training", None)
+    if given is None or dist.is_initialized() or cfg.common.tpu:
+        return init(cfg)
+    limited = functools.partial(_init_process_group, dist.init_process_group, seconds_to_wait(given))
+    with replaced(dist, "init_process_group", limited):
+        return init(cfg)
+
+
+def limit_existing_group(
+    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``load_checkpoint``; first limits process groups older than this package's import."""
+    if rank_watch.running() is None and dist.is_available() and dist.is_initialized():
+        wait = seconds_to_wait(getattr(trainer.cfg, "distributed_training", None))
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=wait), group)
+        watch = rank_watch.start(dist.distributed_c10d._get_default_store(), wait)
+        atexit.register(watch.stop)  # a thread in the store must not see the interpreter end
+    return load_checkpoint(cfg, trainer, *args, **kwargs)
+
+
+def limit_further_groups(new_groups: Callable[..., Any], *args: Any) -> Any:
+    """fairseq's ``new_groups`` and ``get_global_group``; further groups get the limit of the first."""
+    watch = rank_watch.running()
+    if watch is None:
+        return new_groups(*args)
+    limited = functools.partial(dist.new_group, timeout=timedelta(seconds=watch.wait))
+    with replaced(dist, "new_group", limited):
+        return new_groups(*args)
+
+
+def _init_process_group(
+    init: Callable[..., None], wait: float, backend: str, init_method: str, world_size: int, rank: int
+) -> None:
+    limit = timedelta(seconds=wait)
+    if urlparse(init_method).scheme == "tcp" and rank is not None and rank >= 0:
+        store = _meet(init_method, world_size, rank, wait)
+        init(backend=backend, store=store, world_size=world_size, rank=rank, timeout=limit)
+    else:
+        init(backend=backend, init_method=init_method, world_size=world_size, rank=rank, timeout=limit)
+        store = dist.distributed_c10d._get_default_store()
+    rank_watch.start(store, wait)
+
+
+def _meet(init_method: str, world_size: int, rank: int, wait: float) -> Any:
+    """The store of all processes, after all have connected to it.
+
+    Raises:
+        SurfaceFusionError: not all connected within *wait* seconds.
+    """
+    place, limit = urlparse(init_method), timedelta(seconds=wait)
+    advice = "start every rank, or raise --heartbeat-timeout"
+    try:
+        host, port = place.hostname or "localhost", place.port or 0
+        store = dist.TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
+    except RuntimeError as error:
+        if rank == 0:
+            raise SurfaceFusionError(f"rank 0 cannot listen at {init_method}: {error}") from error
+        raise SurfaceFusionError(
+            f"rank 0 did not come to {init_method} within {wait:g} s; {advice}"
+        ) from error
+    keys = [f"surface_fusion/came/{other}" for other in range(world_size)]
+    if store.add(keys[rank], 1) > 1:
+        raise SurfaceFusionError(f"two processes came to {init_method} as rank {rank}; give each its own")
+    try:
+        store.wait(keys, limit)
+    except RuntimeError as error:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        raise SurfaceFusionError(
+            f"{world_size - len(missing)} of {world_size} processes came to {init_method} within {wait:g} s; "
+            f"missing: rank {', '.join(missing)}; {advice}"
+        ) from error
+    return store

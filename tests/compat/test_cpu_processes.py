@@ -1,0 +1,65 @@
+"""Several processes train on a machine without GPUs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from surface_fusion import SurfaceFusionError
+from surface_fusion.compat.cpu_processes import start_processes_on_cpus
+from tests.helpers.two_processes import FLAT, free_port, start, status
+
+
+def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
+    """0.1.0 starts a process for each GPU: none, status 0."""
+    log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
+    assert status(start(log, *FLAT, *meeting, "--max-update", 2), timeout=200) == 0
+    assert "starting 2 processes" in log.read_text() and "num_updates=2" in log.read_text()
+
+
+def config(**given: Any) -> Any:
+    section = {"distributed_world_size": 2, "distributed_rank": 0, "distributed_init_method": None}
+    section |= {"distributed_no_spawn": False, "distributed_backend": "gloo", "distributed_port": -1, **given}
+    common = SimpleNamespace(cpu=True, tpu=False)
+    return SimpleNamespace(common=common, distributed_training=SimpleNamespace(**section))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there two processes have GPUs")
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"distributed_rank": 1}, "--distributed-rank 1: without GPUs the command of rank 0 starts all 2"),
+        ({"distributed_no_spawn": True}, "--distributed-no-spawn .* add --distributed-init-method tcp://"),
+    ],
+)
+def test_what_cannot_start_says_so_in_one_line(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=line):
+        start_processes_on_cpus(lambda *_: pytest.fail("started"), config(**given), print)
+
+
+def test_processes_of_torchrun_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairseq divides by the number of GPUs."""
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "3", "RANK": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cfg = config(distributed_backend="nccl")
+    start_processes_on_cpus(lambda cfg, main: found.append(cfg.distributed_training), cfg, print)
+    assert vars(found[0]) == {
+        **vars(config(distributed_world_size=3, distributed_rank=1).distributed_training),
+        **{"distributed_init_method": "env://", "distributed_no_spawn": True},
+    }
+
+
+@pytest.mark.parametrize(("port", "started"), [(9000, False), (-1, True)])
+def test_slurm_is_fairseqs(monkeypatch: pytest.MonkeyPatch, port: int, started: bool) -> None:
+    spawned: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, nprocs: spawned.append(nprocs))
+    theirs: list[Any] = []
+    start_processes_on_cpus(lambda *_: theirs.append(1), config(distributed_port=port), print)
+    assert (spawned, theirs) == (([2], []) if started else ([], [1]))

@@ -1,0 +1,49 @@
+"""``--user-dir`` may name a copy of the imported package."""
+
+import argparse
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from fairseq import utils
+
+from surface_fusion import SurfaceFusionError
+
+
+def copy_of_the_package(folder: Path, user_dir: Path) -> Path:
+    return Path(
+        shutil.copytree(user_dir, folder / "surface_fusion", ignore=shutil.ignore_patterns("__pycache__"))
+    )
+
+
+def test_the_imported_package_may_be_the_user_dir(user_dir: Path, tmp_path: Path) -> None:
+    link = tmp_path / "surface_fusion"
+    link.symlink_to(user_dir)
+    for path in (user_dir, link):
+        utils.import_user_module(argparse.Namespace(user_dir=str(path)))
+
+
+def test_a_checkout_elsewhere_is_said_and_not_loaded_twice(
+    user_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = copy_of_the_package(tmp_path, user_dir)
+    with caplog.at_level(logging.WARNING):
+        utils.import_user_module(argparse.Namespace(user_dir=str(elsewhere)))
+    assert f"--user-dir {elsewhere}" in caplog.text and "is already imported" in caplog.text
+
+
+def test_another_version_elsewhere_is_refused(user_dir: Path, tmp_path: Path) -> None:
+    elsewhere = copy_of_the_package(tmp_path, user_dir)
+    (elsewhere / "version.py").write_text('__version__ = "9.9.9"\n')
+    with pytest.raises(SurfaceFusionError, match=r"surface-fusion 9\.9\.9, but 0\.1\.0 is already imported"):
+        utils.import_user_module(argparse.Namespace(user_dir=str(elsewhere)))
+
+
+def test_a_plugin_of_somebody_else_is_imported_as_ever(tmp_path: Path) -> None:
+    plugin = tmp_path / "a_plugin_of_somebody_else"
+    plugin.mkdir()
+    (plugin / "__init__.py").touch()
+    utils.import_user_module(argparse.Namespace(user_dir=str(plugin)))
+    assert plugin.name in sys.modules

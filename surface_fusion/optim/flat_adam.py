@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.ops.adam import fused_adam, plain_adam
+from surface_fusion.ops.adam import AdamOptions, fused_adam, plain_adam
 from surface_fusion.ops.precision import accumulation_dtype
 from surface_fusion.packed.flat_parameters import FlatParameters
 
@@ -196,9 +196,9 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             self.flat.grad, torch.empty(1, dtype=self._dtype, device=data.device).fill_(factor), out=grad
         )
         group = self.param_groups[0]
-        hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        options = AdamOptions(*(group[name] for name in AdamOptions._fields))
         adam = plain_adam if self._plain else fused_adam
-        adam(weights, grad, *self._allocated_moments(), self._steps + 1, **hyperparameters)
+        adam(weights, grad, *self._allocated_moments(), self._steps + 1, options)
         if self._half:
             data.copy_(weights)
 

@@ -13,7 +13,6 @@ from fairseq.data.iterators import BufferedIterator
 from surface_fusion.criterions.statistics import EarlySums
 from surface_fusion.packed import host_overlap
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.gradient_reduction import HostCopy
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.tiny import SHARED, batch, shaken
@@ -178,7 +177,7 @@ def test_the_norm_is_what_the_host_waits_for() -> None:
     flat: Any = FlatParameters.of(model.parameters())
     seen: list[bool] = []
     sent = SimpleNamespace(synchronize=lambda: seen.append(host_overlap._gpu_has_work.is_set()))
-    flat._norm, flat.local_only = HostCopy(torch.tensor(3.0), sent), True
+    flat._norm, flat.local_only = (torch.tensor(3.0), sent), True
     assert flat.norm_on_host() == 3
     assert seen == [True] and not host_overlap._gpu_has_work.is_set()
 

@@ -20,12 +20,12 @@ from surface_fusion.cli import user_errors
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
 from surface_fusion.cli.whole_results import whole_results
-from surface_fusion.compat import TRUST_VARIABLE
+from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
 from surface_fusion.compat.patching import replaced
 from surface_fusion.config.ranges import check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
-from surface_fusion.training.notices import say_at_first_batch
+from surface_fusion.training.notices import log_before_first_batch
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(verb: str, argv: Sequence[str]) -> None:
             changes.enter_context(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, rest)))
         if verb == "validate":
             changes.enter_context(
-                replaced(FairseqTask, "valid_step", say_at_first_batch(FairseqTask.valid_step))
+                replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step))
             )
         fairseqs_call_main = distributed_utils.call_main
 
@@ -158,6 +158,21 @@ def add_trust_flag(parser: Any) -> None:
         "SurfaceFusion models and plain Transformers; such a file can run any code, so use this only for "
         "files from people you trust",
     )
+
+
+def add_user_dir_flag(parser: Any) -> None:
+    """Add ``--user-dir`` to a verb that is not fairseq's; the folder is imported when the flag is parsed."""
+    parser.add_argument(
+        "--user-dir",
+        action=_ImportUserDir,
+        metavar="DIR",
+        help="folder of Python code to import first, such as one that registers the method of the checkpoint",
+    )
+
+
+class _ImportUserDir(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, _user_dir(values))
 
 
 def _user_dir(given: str | None) -> str:

@@ -1,7 +1,7 @@
-"""Keep the last batches of an epoch, and ignore the dummy batches of the last update."""
+"""Keep the last batch of an epoch."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,16 +41,3 @@ def keep_last_batch(
     if kept < len(indices) and kwargs.get("fixed_shapes") is None:
         batches.append(indices[kept:])
     return batches
-
-
-def leave_out_dummies(
-    train_step: Callable[..., Any], trainer: Any, samples: Sequence[Any], *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``Trainer.train_step``, without the dummy batches that pad the last update of an epoch.
-
-    With ``--update-freq`` and several processes, an update may hold batches followed by a dummy batch.
-    fairseq then counts the tokens of all of them as zero in that process, but still adds their gradient.
-    FSDP keeps the dummies, because all its processes must take part in every batch.
-    """
-    real = [sample for sample in samples if sample is not None and len(sample) > 0]
-    return train_step(trainer, samples if trainer.is_fsdp or not real else real, *args, **kwargs)

@@ -1,7 +1,7 @@
 """``--criterion fused_label_smoothed_cross_entropy``: a fast ``label_smoothed_cross_entropy``.
 
-The loss is computed in one of three ways with the same result. A training uses the first that is possible
-and logs which one:
+The loss is computed on one of three paths with the same result. A training uses the first that supports its
+settings and logs which one:
 
 1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``packed/step.py``);
 2. the model's own forward, then output layer and loss as one operation (``ops/linear_cross_entropy.py``);
@@ -29,7 +29,7 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from surface_fusion.config.model import PLAIN_HELP
-from surface_fusion.criterions.statistics import EarlySums
+from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.backend import INSTALLED
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
@@ -47,6 +47,17 @@ from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """How the loss is computed; :attr:`step` is the packed training step, on the first of the three paths."""
+
+    step: PackedStep | None = None
+
+
+FUSED, PLAIN = Path(), Path()
+"""The second and the third path; compare by identity."""
 
 
 @dataclass
@@ -71,8 +82,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
-        self._ways: WeakKeyDictionary[Any, str | PackedStep] = WeakKeyDictionary()
-        self.early_sums = EarlySums()
+        self._paths: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+        self.statistics = OverlappedStatistics()
 
     def prepare(self, model: Any, cfg: Any) -> None:
         """Compile the GPU kernels of a training step on packed rows, if *model* can have one.
@@ -99,15 +110,17 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
 
         On the fast paths ``--report-accuracy`` needs an additional forward.
         """
-        way = self._way_for(model) if reduce else "plain"
+        path = self._path_of(model) if reduce else PLAIN
         heartbeat = getattr(model, "_heartbeat", None)
         if heartbeat is not None:
             # DistributedTimeoutWrapper sets it in forward(), which the packed step bypasses.
             heartbeat.set()
-        net_output = model(**sample["net_input"]) if way == "plain" else None
-        if isinstance(way, PackedStep):
-            losses = way.evaluate(sample) if not model.training else self._train(way, model, sample)
-        elif way == "fused":
+        net_output = model(**sample["net_input"]) if path is PLAIN else None
+        if path.step is not None:
+            losses = (
+                path.step.evaluate(sample) if not model.training else self._train(path.step, model, sample)
+            )
+        elif path is FUSED:
             losses = self._fused(model, sample)
         else:
             losses = self._plain(model, net_output, sample, reduce)
@@ -116,7 +129,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
         if reduce and unnormalised(model):
             logged["normalized_nll_loss"] = losses.normalized_nll
-        if isinstance(way, PackedStep) and model.training:
+        if path.step is not None and model.training:
             logged = self._on_host(logged)
         logging_output = {
             **logged,
@@ -130,43 +143,45 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
                 correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output["n_correct"] = utils.item(correct)
             logging_output["total"] = utils.item(total)
-        if isinstance(way, PackedStep) and model.training:
-            self.early_sums.add(logging_output)
+        if path.step is not None and model.training:
+            self.statistics.add(logging_output)
         return losses.loss, sample_size, logging_output
 
-    def _way_for(self, model: Any) -> str | PackedStep:
-        """Select the path for *model*: once, and again if a parameter of a packed step was frozen.
+    def _path_of(self, model: Any) -> "Path":
+        """Select the path of *model*: once, and again if a parameter of a packed step was frozen.
 
         All processes of a training must select the same path.
         """
-        way = self._ways.get(model)
-        if way is None or (isinstance(way, PackedStep) and not way.packed.flat.requires_grad):
-            self._ways[model], said = self._decide(model)
+        path = self._paths.get(model)
+        if path is None or (path.step is not None and not path.step.packed.flat.requires_grad):
+            path, description = self._select_path(model)
+            self._paths[model] = path
             level = logging.INFO if model.training else logging.DEBUG  # validation alone has no optimizer
-            logger.log(level, f"fused_label_smoothed_cross_entropy: {said}")
-        return self._ways[model]
+            logger.log(level, f"fused_label_smoothed_cross_entropy: {description}")
+        return path
 
-    def step_of(self, model: Any) -> PackedStep | None:
-        """The packed training step of *model*, or None if its path is not decided yet or another one."""
-        way = self._ways.get(model)
-        return way if isinstance(way, PackedStep) else None
+    def packed_step(self, model: Any) -> PackedStep | None:
+        """The packed training step of *model*, or None if its path is not selected yet or another one."""
+        path = self._paths.get(model)
+        return None if path is None else path.step
 
-    def _decide(self, model: Any) -> tuple[str | PackedStep, str]:
+    def _select_path(self, model: Any) -> tuple["Path", str]:
+        """The path of *model*, and a description for the log."""
         reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
         if reason is not None:
-            return "plain", f"the plain loss, because of {reason}"
+            return PLAIN, f"the plain loss, because of {reason}"
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if self.ignore_prefix_size > 0 and getattr(self.task.cfg, "left_pad_target", False):
             reason = "--ignore-prefix-size with --left-pad-target"  # the prefix then includes padding
         if reason is not None or flat is None:
-            return "fused", f"output layer and loss in one; the layers as they are, because of {reason}"
+            return FUSED, f"output layer and loss in one; the layers as they are, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
         step = PackedStep(packed, self.eps, self.ignore_prefix_size)
-        where = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
-        return step, f"batches without padding, {where}"
+        device = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
+        return Path(step), f"batches without padding, {device}"
 
     def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        return step.train(sample, last=not accumulating(model), before_last=self.early_sums.send)
+        return step.train(sample, last=not accumulating(model), before_last=self.statistics.start)
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         features = model(**sample["net_input"], features_only=True)[0]

@@ -1,48 +1,59 @@
 """Sum logging outputs over processes while the backward runs.
 
 fairseq sums losses and token counts over processes after the backward and waits for the result before the
-optimizer step: 0.4 ms of GPU time per update. All of them are known after the forward, so the fast step
+optimizer step: 0.4 ms of GPU time per update. All of them are known after the forward, so the packed step
 (``packed/step.py``) starts the all-reduce before the backward, and the trainer reads the result later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Outputs = list[dict[str, Any]]
+LoggingOutputs = list[dict[str, Any]]
 
 
-class EarlySums:
-    """The sums of one update: announced by the trainer, sent by the criterion, taken by the trainer.
+class _Reduction(NamedTuple):
+    """A started all-reduce."""
 
-    Sums that were not announced are not sent. Sums of other outputs than the trainer's are discarded.
+    outputs: LoggingOutputs
+    names: list[str]
+    """Names of the sums, in order, after those of the extra numbers."""
+    wait: Callable[[], Any]
+    sums: Tensor
+    """Complete after :attr:`wait`, on the CPU."""
+
+
+class OverlappedStatistics:
+    """The sums of one update: expected by the trainer, started by the criterion, taken by the trainer.
+
+    Sums that are not expected are not started. Sums of other outputs than the trainer's are discarded.
     """
 
     def __init__(self) -> None:
         self._extra: Optional[list[float]] = None
         self._group: Optional[dist.ProcessGroup] = None
-        self._outputs: Outputs = []
-        self._sent: Optional[tuple[Outputs, list[str], Callable[[], Any], Tensor]] = None
-        self._beside: Any = None
+        self._outputs: LoggingOutputs = []
+        self._started: Optional[_Reduction] = None
+        self._copy_stream: Any = None
 
-    def announce(self, extra: Sequence[float], group: Optional[dist.ProcessGroup] = None) -> None:
+    def expect(self, extra: Sequence[float], group: Optional[dist.ProcessGroup] = None) -> None:
         """Start an update whose sums will be taken.
 
         Args:
             extra: further numbers of this process to sum over processes.
             group: the process group.
         """
-        self._extra, self._group, self._outputs, self._sent = list(extra), group, [], None
+        self._extra, self._group, self._outputs, self._started = list(extra), group, [], None
 
     def add(self, output: dict[str, Any]) -> None:
         """Add the logging output of one of the update's batches: numbers, or scalars on any device."""
         if self._extra is not None:
             self._outputs.append(output)
 
-    def send(self, scale: Tensor) -> None:
+    def start(self, scale: Tensor) -> None:
         """Start summing the added outputs; call it before the backward of the update's last batch.
 
         Args:
@@ -58,34 +69,36 @@ class EarlySums:
         sums[extra:].masked_fill_(scale.eq(0), 0)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
         outputs = [dict(output) for output in self._outputs]
-        self._sent = outputs, order[extra:], *self._to_host(sums, work)
+        self._started = _Reduction(outputs, order[extra:], *self._to_host(sums, work))
         self._extra = None
 
     def _to_host(self, sums: Tensor, work: Any) -> tuple[Callable[[], Any], Tensor]:
         """Copy *sums* to the host on a side stream; return a function that waits for it, and the copy."""
         if not sums.is_cuda:
             return work.wait, sums
-        self._beside = self._beside or torch.cuda.Stream(sums.device)
-        with torch.cuda.stream(self._beside):
+        self._copy_stream = self._copy_stream or torch.cuda.Stream(sums.device)
+        with torch.cuda.stream(self._copy_stream):
             work.wait()
             on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             on_host.copy_(sums, non_blocking=True)
-        sums.record_stream(self._beside)
-        arrived = torch.cuda.Event()
-        arrived.record(self._beside)
-        return arrived.synchronize, on_host
+        sums.record_stream(self._copy_stream)
+        copied = torch.cuda.Event()
+        copied.record(self._copy_stream)
+        return copied.synchronize, on_host
 
-    def take(self, outputs: Outputs) -> Optional[tuple[dict[str, float], list[float]]]:
-        """Return the sums of *outputs* by name and of the extra numbers; None if others or none were sent."""
-        sent, self._sent = self._sent, None
-        if sent is None or not _same(sent[0], outputs):
+    def take(self, outputs: LoggingOutputs) -> Optional[tuple[dict[str, float], list[float]]]:
+        """Return the sums of *outputs* by name, and those of the extra numbers.
+
+        None if the sums of other outputs or none were started.
+        """
+        started, self._started = self._started, None
+        if started is None or not _same(started.outputs, outputs):
             return None
-        _, order, arrived, sums = sent
-        arrived()
-        numbers = sums.tolist()
-        extra = len(numbers) - len(order)
-        found = dict(zip(order, numbers[extra:], strict=True))
-        return {name: found[name] for name in outputs[0]}, numbers[:extra]
+        started.wait()
+        numbers = started.sums.tolist()
+        extra = len(numbers) - len(started.names)
+        sums = dict(zip(started.names, numbers[extra:], strict=True))
+        return {name: sums[name] for name in outputs[0]}, numbers[:extra]
 
 
 def as_vector(values: Mapping[Any, Any], device: torch.device) -> tuple[list[Any], Tensor]:
@@ -105,13 +118,8 @@ def _is_on_gpu(value: Any) -> bool:
     return torch.is_tensor(value) and value.is_cuda
 
 
-def _same(sent: Outputs, outputs: Outputs) -> bool:
+def _same(started: LoggingOutputs, outputs: LoggingOutputs) -> bool:
     """Whether the task left the outputs as the criterion returned them."""
-    return [output.keys() for output in sent] == [output.keys() for output in outputs] and all(
-        one[name] is other[name] for one, other in zip(sent, outputs, strict=True) for name in one
+    return [output.keys() for output in started] == [output.keys() for output in outputs] and all(
+        before[name] is after[name] for before, after in zip(started, outputs, strict=True) for name in before
     )
-
-
-def of(trainer: Any) -> Optional[EarlySums]:
-    """Return the early sums of the trainer's criterion; None if it has none."""
-    return getattr(trainer.get_criterion(), "early_sums", None)

@@ -7,7 +7,7 @@ GPUs, time depends on the rows of the captured graph, which are rounded up (0.7 
 pairs sorted by tokens), so batches are sorted by these rows first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,21 @@ import numpy as np
 from surface_fusion.packed.batch import Capacity, capacity_for
 
 
-def group_evenly(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``Trainer.get_train_iterator``, with its batches sorted by cost.
+def balance_batches(iterator: Any, rounded: bool) -> None:
+    """Sort the batches of *iterator* by cost, if it groups neighbours (``--grouped-shuffling``).
 
     The largest come first, because fairseq drops the batches after the last complete group.
+
+    Args:
+        iterator: an ``EpochBatchIterator``.
+        rounded: whether CUDA graphs run the batches, whose sizes are rounded up.
     """
-    iterator = get_train_iterator(trainer, *args, **kwargs)
     if getattr(iterator, "grouped_shuffling", False) and iterator.num_shards > 1:
         batches = iterator.frozen_batches
-        keys = _costs(iterator.dataset, batches, rounded=getattr(trainer, "cuda", False))
+        keys = _costs(iterator.dataset, batches, rounded)
         # A stable sort: fairseq may return the same iterator each epoch, a resumed training builds a new one.
         order = np.lexsort([-key for key in keys])
         iterator._frozen_batches = tuple(batches[i] for i in order)
-    return iterator
 
 
 def _costs(dataset: Any, batches: Sequence[Any], rounded: bool) -> list[Any]:

@@ -5,6 +5,8 @@ an 8 ms update with 2,048 tokens on an H200. Comparing the children of all modul
 is much faster.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fairseq.models import BaseFairseqModel, FairseqEncoder
@@ -27,8 +29,21 @@ class ModuleTree:
         self._children: list[Any] = []
         self._all_plain = False
         self._counting: list[Any] = []
+        self._constant = False
+
+    @contextmanager
+    def constant(self, root: nn.Module) -> Iterator[None]:
+        """Look for changed modules once, at the start of the block, not in each call in it."""
+        self._update(root)
+        self._constant = True
+        try:
+            yield
+        finally:
+            self._constant = False
 
     def _update(self, root: nn.Module) -> None:
+        if self._constant:
+            return
         if self._all and self._all[0] is root and _children(self._all) == self._children:
             return
         self._all = [root]

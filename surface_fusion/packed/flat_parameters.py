@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.packed.gradient_reduction import NORM_ROW, average_over_processes, gradient_norm
-from surface_fusion.packed.host_overlap import host_waits
 
 ALIGNMENT = 128
 """Bytes: vectorised loads and tensor cores need addresses that are multiples of this."""
@@ -166,8 +165,7 @@ class FlatParameters:
         if self._norm is None or not self._written_flat:
             return self.grad_norm().cpu()
         norm, copied = self._norm
-        with host_waits():
-            copied.synchronize()
+        copied.synchronize()
         return norm
 
     def launch_average(self, group: Optional[dist.ProcessGroup]) -> None:

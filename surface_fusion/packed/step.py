@@ -17,8 +17,7 @@ from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_c
 from surface_fusion.packed.batch import PackedBatch, pack
 from surface_fusion.packed.cuda_graphs import GraphCache
 from surface_fusion.packed.forward_backward import ForwardResult, tokens_of
-from surface_fusion.packed.forward_prefetch import ForwardAhead
-from surface_fusion.packed.host_overlap import gpu_has_work
+from surface_fusion.packed.forward_prefetch import ForwardPrefetch
 from surface_fusion.packed.literal_padding import in_target
 from surface_fusion.packed.transformer import PackedTransformer
 
@@ -41,7 +40,7 @@ class PackedStep:
         self._graphs: GraphCache | None = None
         if packed.flat.data.is_cuda:
             self._graphs = GraphCache(self.forward, packed.flat, self.padding_idx)
-        self._ahead: ForwardAhead[ForwardResult] = ForwardAhead(packed.flat)
+        self._prefetch: ForwardPrefetch[ForwardResult] = ForwardPrefetch(packed.flat)
 
     def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
@@ -66,21 +65,20 @@ class PackedStep:
                 return self._by_modules(sample)
             batch = pack(*tokens_of(sample), self.padding_idx)
             losses = self.losses(batch)
-        gpu_has_work()
         return losses
 
-    def begin(self, sample: dict[str, Any], seed: int) -> bool:
+    def prefetch(self, sample: dict[str, Any], seed: int) -> bool:
         """On a GPU, launch the forward of the batch of the next :meth:`train`, seeded with *seed*.
 
         Returns:
             Whether it was launched: not if a graph must be captured first, nor if earlier ones were not used.
         """
         graphs = self._graphs
-        if graphs is None or not self._ahead.pays or not graphs.covers(sample):
+        if graphs is None or not self._prefetch.useful or not graphs.covers(sample):
             return False
         if in_target(sample, self.padding_idx):
             return False
-        self._ahead.begin(tokens_of(sample), seed, lambda: graphs.run(sample))
+        self._prefetch.launch(tokens_of(sample), seed, lambda: graphs.run(sample))
         return True
 
     def train(
@@ -100,12 +98,11 @@ class PackedStep:
         if in_target(sample, self.padding_idx):
             losses, backward = self._forward_by_modules(sample)
         elif self._graphs is not None:
-            losses, backward = self._ahead.take(tokens_of(sample)) or self._graphs.run(sample)
+            losses, backward = self._prefetch.take(tokens_of(sample)) or self._graphs.run(sample)
         else:
             losses, backward = self.forward(pack(*tokens_of(sample), self.padding_idx))
         if self._graphs is not None:
             self._graphs.capture_pending()
-        gpu_has_work()
 
         def run(scale: Tensor) -> None:
             if last and before_last is not None:

@@ -5,7 +5,6 @@ affect the training: the gradient is zeroed, and fairseq sets the seed before ea
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,18 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def remember_batches(get_train_iterator: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``Trainer.get_train_iterator``; keeps its first result for :func:`try_longest_batch`."""
-    iterator = get_train_iterator(trainer, *args, **kwargs)
-    if not hasattr(trainer, "longest_batch_tried"):
-        trainer.longest_batch_iterator = iterator
-    return iterator
-
-
-def try_longest_batch(begin_epoch: Callable[..., Any], trainer: Any, epoch: int) -> Any:
-    """fairseq's ``Trainer.begin_epoch``; before a process's first epoch, also runs the longest batch.
+def run_longest_batch(trainer: Any, iterator: Any) -> None:
+    """Run the longest batch of *iterator*, an epoch's iterator, forward and backward on *trainer*'s model.
 
     Raises:
-        SurfaceFusionError: the longest batch does not fit into the GPU's memory.
+        SurfaceFusionError: it does not fit into the GPU's memory.
     """
-    result = begin_epoch(trainer, epoch)
-    iterator = vars(trainer).pop("longest_batch_iterator", None)
-    trainer.longest_batch_tried = True
     batches = getattr(iterator, "frozen_batches", None)
-    if batches is not None and not trainer.tpu and not trainer.is_fsdp:
-        sizes = [len(batch) * max(map(iterator.dataset.num_tokens, batch)) for batch in batches]
-        longest = batches[int(np.argmax(sizes))]
-        _try(trainer, iterator.collate_fn([iterator.dataset[i] for i in longest]))
-    return result
-
-
-def _try(trainer: Any, batch: Any) -> None:
+    if batches is None or trainer.is_fsdp:
+        return
+    sizes = [len(batch) * max(map(iterator.dataset.num_tokens, batch)) for batch in batches]
+    longest = batches[int(np.argmax(sizes))]
+    batch = iterator.collate_fn([iterator.dataset[i] for i in longest])
     sample, _ = trainer._prepare_sample(batch)
     shape = " x ".join(str(n) for n in sample["net_input"]["prev_output_tokens"].shape)
     # Two moments; with a memory-efficient wrapper, float32 weights and gradients are allocated later as well.

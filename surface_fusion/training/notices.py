@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from surface_fusion.config.model import SurfaceFusionConfig
-from surface_fusion.config.ranges import check_config
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
     unnormalised,
@@ -15,38 +13,21 @@ from surface_fusion.packed.eligibility import unwrapped
 logger = logging.getLogger(__name__)
 
 
-def say_at_start(
-    init: Callable[..., None],
-    trainer: Any,
-    cfg: Any,
-    task: Any,
-    model: Any,
-    criterion: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """fairseq's ``Trainer.__init__``; also checks ranges and logs the :func:`notices` of the training.
-
-    Raises:
-        SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
-    """
-    if isinstance(getattr(getattr(model, "decoder", None), "cfg", None), SurfaceFusionConfig):
-        check_config(cfg)
-    init(trainer, cfg, task, model, criterion, *args, **kwargs)
-    for level, text in notices(model, criterion, getattr(cfg.optimizer, "_name", None)):
+def log_notices(model: Any, criterion: Any, optimizer: str | None = None) -> None:
+    """Log the :func:`notices` of a training or validation."""
+    for level, text in notices(model, criterion, optimizer):
         logger.log(level, text)
 
 
-def say_at_first_batch(valid_step: Callable[..., Any]) -> Callable[..., Any]:
+def log_before_first_batch(valid_step: Callable[..., Any]) -> Callable[..., Any]:
     """fairseq's ``FairseqTask.valid_step``; logs the :func:`notices` before its first call."""
-    said = False
+    logged = False
 
     def wrapped(task: Any, sample: Any, model: Any, criterion: Any, **kwargs: Any) -> Any:
-        nonlocal said
-        if not said:
-            said = True
-            for level, text in notices(model, criterion, optimizer=None):
-                logger.log(level, text)
+        nonlocal logged
+        if not logged:
+            logged = True
+            log_notices(model, criterion)
         return valid_step(task, sample, model, criterion, **kwargs)
 
     return wrapped

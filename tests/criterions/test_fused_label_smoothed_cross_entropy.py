@@ -365,8 +365,8 @@ def two_process_worker(rank: int, folder: str, data: str, update_freq: int) -> N
         training.skip(rank * update_freq)
         training.run(1, update_freq=update_freq)
         training.skip((1 - rank) * update_freq)
-    (way,) = training.trainer.get_criterion()._ways.values()
-    assert isinstance(way, PackedStep) and distributed.get_data_parallel_world_size() == 2
+    step = training.trainer.get_criterion().packed_step(training.trainer.model)
+    assert isinstance(step, PackedStep) and distributed.get_data_parallel_world_size() == 2
     torch.save(training.parameters, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -390,11 +390,11 @@ def test_a_parameter_frozen_between_two_updates_is_not_trained_any_more() -> Non
     flat = FlatParameters.of(model.parameters())
     criterion = FusedLabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)
     criterion(model, batch())[0].backward()
-    assert criterion.step_of(model) is not None
+    assert criterion.packed_step(model) is not None
     assert model.encoder.layers[0].fc1.weight.grad.abs().sum() > 0
     flat.zero_grad()
     model.encoder.layers[0].requires_grad_(False)
     criterion(model, batch())[0].backward()
-    assert criterion.step_of(model) is None
+    assert criterion.packed_step(model) is None
     assert model.encoder.layers[0].fc1.weight.grad.abs().sum() == 0
     assert model.encoder.layers[1].fc1.weight.grad.abs().sum() > 0

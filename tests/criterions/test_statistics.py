@@ -1,6 +1,5 @@
 """Sums of two processes, begun before the backward."""
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surface_fusion.criterions.statistics import EarlySums, as_vector, of
+from surface_fusion.criterions.statistics import OverlappedStatistics, as_vector
 
 
 def output(loss: float, ntokens: int) -> dict[str, Any]:
@@ -17,18 +16,18 @@ def output(loss: float, ntokens: int) -> dict[str, Any]:
 
 def two_processes(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    sums = EarlySums()
+    sums = OverlappedStatistics()
     one = [output(1.5 + rank, 3 + rank)]
-    sums.announce([0.25, rank])
+    sums.expect([0.25, rank])
     sums.add(one[0])
-    sums.send(torch.tensor(128.0))
+    sums.start(torch.tensor(128.0))
     assert sums.take(one) == ({"loss": 4.0, "ntokens": 7, "sample_size": 7}, [0.5, 1])
 
     several = [output(float("nan") if rank else 1.0, 5), output(2.0, 6)]
-    sums.announce([2.0])
+    sums.expect([2.0])
     for each in several:
         sums.add(each)
-    sums.send(torch.tensor(float(1 - rank)))  # rank 1 went through a dummy, whatever came of it
+    sums.start(torch.tensor(float(1 - rank)))  # rank 1 went through a dummy, whatever came of it
     assert sums.take(several) == ({"loss": 3.0, "ntokens": 11, "sample_size": 11}, [4.0])
     dist.destroy_process_group()
 
@@ -45,14 +44,14 @@ def group(tmp_path: Path) -> Any:
 
 
 def test_what_is_not_announced_is_not_sent(group: None) -> None:
-    sums, logged = EarlySums(), output(1.0, 2)
+    sums, logged = OverlappedStatistics(), output(1.0, 2)
     sums.add(logged)
-    sums.send(torch.ones(()))
+    sums.start(torch.ones(()))
     assert sums.take([logged]) is None
-    sums.announce([])
+    sums.expect([])
     sums.add(logged)
-    sums.send(torch.ones(()))
-    sums.send(torch.ones(()))  # fairseq goes through the batch again to find out where a NaN comes from
+    sums.start(torch.ones(()))
+    sums.start(torch.ones(()))  # fairseq goes through the batch again to find out where a NaN comes from
     assert sums.take([logged]) == ({"loss": 1, "ntokens": 2, "sample_size": 2}, [])
     assert sums.take([logged]) is None
 
@@ -67,35 +66,35 @@ def test_what_is_not_announced_is_not_sent(group: None) -> None:
     ],
 )
 def test_what_a_task_has_changed_is_not_taken(group: None, change: Any) -> None:
-    sums, logged = EarlySums(), [output(1.0, 2)]
-    sums.announce([])
+    sums, logged = OverlappedStatistics(), [output(1.0, 2)]
+    sums.expect([])
     sums.add(logged[0])
-    sums.send(torch.ones(()))
+    sums.start(torch.ones(()))
     assert sums.take(change(logged)) is None
 
 
 def test_an_update_forgets_the_one_before(group: None) -> None:
     """Which ran out of memory in the middle."""
-    sums, logged = EarlySums(), output(1.0, 2)
-    sums.announce([])
+    sums, logged = OverlappedStatistics(), output(1.0, 2)
+    sums.expect([])
     sums.add(output(5.0, 7))
-    sums.announce([])
+    sums.expect([])
     sums.add(logged)
-    sums.send(torch.ones(()))
+    sums.start(torch.ones(()))
     assert sums.take([logged]) == ({"loss": 1, "ntokens": 2, "sample_size": 2}, [])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:
     dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
-    sums = EarlySums()
+    sums = OverlappedStatistics()
     try:
         for _ in range(3):
             logged = {"ntokens": 3, "loss": torch.tensor(1.5, device="cuda"), "sample_size": 4}
             logged["nll_loss"] = torch.tensor(0.5, device="cuda")
-            sums.announce([0.25])
+            sums.expect([0.25])
             sums.add(logged)
-            sums.send(torch.ones((), device="cuda"))
+            sums.start(torch.ones((), device="cuda"))
             found = sums.take([logged])
             assert found == ({"ntokens": 3, "loss": 1.5, "sample_size": 4, "nll_loss": 0.5}, [0.25])
             assert found is not None and list(found[0]) == list(logged)
@@ -109,9 +108,3 @@ def test_values_of_the_host_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     order, vector = as_vector(values, torch.device("cpu"))
     assert (order, vector.tolist()) == (["n", "m", "loss", "nll"], [3, 4.25, 1.5, 2.5])
     assert vector.dtype == torch.double
-
-
-def test_other_criteria_have_none() -> None:
-    sums = EarlySums()
-    assert of(Namespace(get_criterion=lambda: Namespace(early_sums=sums))) is sums
-    assert of(Namespace(get_criterion=lambda: object())) is None

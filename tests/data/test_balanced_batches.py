@@ -1,17 +1,13 @@
 """Batches of one update cost the same on all GPUs, and none is lost but what fairseq leaves out."""
 
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fairseq.data import FairseqDataset
 from fairseq.data.iterators import EpochBatchIterator
-from fairseq.dataclass.configs import FairseqConfig
-from fairseq.trainer import Trainer
 
-from surface_fusion import compat
-from surface_fusion.data.balanced_batches import group_evenly
+from surface_fusion.data.balanced_batches import balance_batches
 from surface_fusion.packed.batch import capacity_for
 
 
@@ -45,8 +41,8 @@ def epoch(dataset: Pairs, shard: int, *, shards: int = 2, wrapped: bool = True, 
         dataset, dataset.collater, batches, num_shards=shards, shard_id=shard, grouped_shuffling=grouped
     )
     if wrapped:
-        iterator = group_evenly(lambda trainer: iterator, Namespace())
-        iterator = group_evenly(lambda trainer: iterator, Namespace())  # fairseq asks once an epoch
+        for _ in range(2):  # the trainer asks once an epoch
+            balance_batches(iterator, rounded=False)
     return list(iterator.next_epoch_itr(shuffle=True))
 
 
@@ -74,7 +70,8 @@ def test_on_gpus_rounded_costs_are_above_all_alike(cuda: bool) -> None:
         return capacity_for(len(batch), int(src.max()), int(tgt.max()), int(tgt.sum())).cost
 
     iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
-    found = group_evenly(lambda trainer: iterator, Namespace(cuda=cuda)).frozen_batches
+    balance_batches(iterator, rounded=cuda)
+    found = iterator.frozen_batches
     assert sorted(found) == sorted(batches)
     if cuda:
         assert found == tuple(sorted(batches, key=lambda x: (rounded(x), dataset.cost(x)), reverse=True))
@@ -94,8 +91,9 @@ def test_the_order_is_the_same_however_often_fairseq_asks() -> None:
     dataset.src_sizes = dataset.tgt_sizes = np.full(600, 7)
     batches = [[i] for i in range(600)]
     iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
-    orders = [group_evenly(lambda trainer: iterator, Namespace()).frozen_batches for _ in range(2)]
-    assert orders == [tuple(batches)] * 2
+    for _ in range(2):
+        balance_batches(iterator, rounded=False)
+        assert iterator.frozen_batches == tuple(batches)
 
 
 @pytest.mark.parametrize("how", [{"shards": 1}, {"grouped": False}])
@@ -110,26 +108,3 @@ def test_other_data_sets_tell_their_number_of_tokens() -> None:
     dataset.tgt_sizes, tgt_sizes = None, dataset.tgt_sizes
     dataset.num_tokens = lambda i: int(dataset.src_sizes[i] + 2 * tgt_sizes[i])  # type: ignore[method-assign]
     assert epoch(dataset, 0) == expected
-
-
-def test_fairseqs_trainer_does_so() -> None:
-    dataset = Pairs()
-    batches = [[i] for i in range(600)]
-    iterator = EpochBatchIterator(dataset, dataset.collater, batches, num_shards=2, grouped_shuffling=True)
-    task = Namespace(
-        dataset=lambda split: dataset,
-        max_positions=lambda: (100, 100),
-        get_batch_iterator=lambda **settings: iterator,
-    )
-    trainer = Namespace(
-        cfg=FairseqConfig(),
-        task=task,
-        model=task,
-        data_parallel_world_size=2,
-        data_parallel_rank=0,
-        reset_dummy_batch=lambda batch: None,
-        fast_training=True,
-    )
-    compat.apply()
-    got = Trainer.get_train_iterator(trainer, 1, load_dataset=False).frozen_batches
-    assert [dataset.cost(batch) for batch in got] == sorted(map(dataset.cost, batches), reverse=True)

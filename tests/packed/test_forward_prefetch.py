@@ -1,4 +1,4 @@
-"""A forward that was begun counts if it is what a run would give now."""
+"""A prefetched forward is used only if a run would give the same now."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surface_fusion.optim.flat_adam import FlatAdamUpdate
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
+from surface_fusion.packed.forward_prefetch import MISSES, ForwardPrefetch
 from tests.helpers.tiny import batch, shaken
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,8 +27,8 @@ def flat(model: Any) -> FlatParameters:
 
 
 @pytest.fixture
-def ahead(flat: FlatParameters) -> ForwardAhead[list[float]]:
-    return ForwardAhead(flat)
+def prefetch(flat: FlatParameters) -> ForwardPrefetch[list[float]]:
+    return ForwardPrefetch(flat)
 
 
 def draw() -> list[float]:
@@ -41,40 +41,42 @@ def seeded(seed: int) -> list[float]:
     return draw()
 
 
-def test_it_is_what_a_run_gives_after_the_seed_and_what_is_drawn_then_too(ahead: ForwardAhead[Any]) -> None:
+def test_it_is_what_a_run_gives_after_the_seed_and_what_is_drawn_then_too(
+    prefetch: ForwardPrefetch[Any],
+) -> None:
     expected, then = seeded(5), draw()
     torch.manual_seed(1)
-    ahead.begin(TOKENS, 5, draw)
+    prefetch.launch(TOKENS, 5, draw)
     others = draw()
     assert others == seeded(1)  # nothing else is drawn otherwise
     torch.manual_seed(5)
-    assert ahead.take(TOKENS) == expected
+    assert prefetch.take(TOKENS) == expected
     assert draw() == then
 
 
-def test_it_counts_once(ahead: ForwardAhead[Any]) -> None:
-    ahead.begin(TOKENS, 5, draw)
+def test_it_counts_once(prefetch: ForwardPrefetch[Any]) -> None:
+    prefetch.launch(TOKENS, 5, draw)
     torch.manual_seed(5)
-    assert ahead.take(TOKENS) is not None
+    assert prefetch.take(TOKENS) is not None
     torch.manual_seed(5)
-    assert ahead.take(TOKENS) is None
+    assert prefetch.take(TOKENS) is None
 
 
-def test_it_is_of_these_tokens_and_no_copy(ahead: ForwardAhead[Any]) -> None:
+def test_it_is_of_these_tokens_and_no_copy(prefetch: ForwardPrefetch[Any]) -> None:
     for other in ((TOKENS[0], TOKENS[1].clone()), (TOKENS[0].clone(), TOKENS[1])):
-        ahead.begin(TOKENS, 5, draw)
+        prefetch.launch(TOKENS, 5, draw)
         torch.manual_seed(5)
-        assert ahead.take(other) is None
-        assert ahead.take(TOKENS) is None  # another batch has come: it is forgotten
+        assert prefetch.take(other) is None
+        assert prefetch.take(TOKENS) is None  # another batch has come: it is forgotten
 
 
-def test_not_with_another_seed_or_when_something_was_drawn(ahead: ForwardAhead[Any]) -> None:
-    ahead.begin(TOKENS, 5, draw)
+def test_not_with_another_seed_or_when_something_was_drawn(prefetch: ForwardPrefetch[Any]) -> None:
+    prefetch.launch(TOKENS, 5, draw)
     torch.manual_seed(6)
-    assert ahead.take(TOKENS) is None
-    ahead.begin(TOKENS, 5, draw)
+    assert prefetch.take(TOKENS) is None
+    prefetch.launch(TOKENS, 5, draw)
     expected = seeded(5)
-    assert ahead.take(TOKENS) is None
+    assert prefetch.take(TOKENS) is None
     assert draw() != expected  # the generator is left alone
 
 
@@ -83,17 +85,17 @@ def test_not_when_the_optimizer_has_stepped(dtype: torch.dtype, model: Any) -> N
     """torch's fused kernel does not say so itself."""
     for plain in (True, False):
         optimizer = FlatAdamUpdate(model.to(dtype).parameters(), 0.1, (0.9, 0.9), 1e-8, 0.0, plain=plain)
-        ahead: ForwardAhead[Any] = ForwardAhead(optimizer.flat)
-        ahead.begin(TOKENS, 5, draw)
+        prefetch: ForwardPrefetch[Any] = ForwardPrefetch(optimizer.flat)
+        prefetch.launch(TOKENS, 5, draw)
         optimizer.flat.grad.fill_(1.0)
         optimizer.step()
         torch.manual_seed(5)
-        assert ahead.take(TOKENS) is None
+        assert prefetch.take(TOKENS) is None
 
 
 @torch.no_grad()
 def test_not_when_the_parameters_have_changed(
-    ahead: ForwardAhead[Any], flat: FlatParameters, model: Any
+    prefetch: ForwardPrefetch[Any], flat: FlatParameters, model: Any
 ) -> None:
     one: Tensor = next(model.parameters())
     changes = (
@@ -102,64 +104,64 @@ def test_not_when_the_parameters_have_changed(
         lambda: model.load_state_dict(model.state_dict()),
     )
     for change in changes:
-        ahead.begin(TOKENS, 5, draw)
+        prefetch.launch(TOKENS, 5, draw)
         change()
         torch.manual_seed(5)
-        assert ahead.take(TOKENS) is None
-    ahead.begin(TOKENS, 5, draw)
+        assert prefetch.take(TOKENS) is None
+    prefetch.launch(TOKENS, 5, draw)
     flat.zero_grad()
     model(**{name: value.to(HERE) for name, value in batch()["net_input"].items()})
     torch.manual_seed(5)
-    assert ahead.take(TOKENS) is not None
+    assert prefetch.take(TOKENS) is not None
 
 
-def test_not_when_the_tokens_have_changed(ahead: ForwardAhead[Any]) -> None:
+def test_not_when_the_tokens_have_changed(prefetch: ForwardPrefetch[Any]) -> None:
     tokens = tuple(part.clone() for part in TOKENS)
-    ahead.begin(tokens, 5, draw)
+    prefetch.launch(tokens, 5, draw)
     tokens[1].fill_(7)
     torch.manual_seed(5)
-    assert ahead.take(tokens) is None
+    assert prefetch.take(tokens) is None
 
 
 def test_it_is_given_up_after_some_in_a_row_for_nothing(
-    ahead: ForwardAhead[Any], caplog: pytest.LogCaptureFixture
+    prefetch: ForwardPrefetch[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def use(fitting: bool) -> None:
-        ahead.begin(TOKENS, 5, draw)
+        prefetch.launch(TOKENS, 5, draw)
         torch.manual_seed(5 if fitting else 6)
-        assert (ahead.take(TOKENS) is not None) == fitting
+        assert (prefetch.take(TOKENS) is not None) == fitting
 
     for fitting in (*(False,) * (MISSES - 1), True, *(False,) * (MISSES - 1)):
         use(fitting)
-        assert ahead.pays
+        assert prefetch.useful
     with caplog.at_level(logging.INFO):
         assert not caplog.text
         use(False)
-    assert not ahead.pays
-    assert "forwards are no longer launched ahead" in caplog.text
+    assert not prefetch.useful
+    assert "forward prefetch is off" in caplog.text
 
 
-def test_what_never_comes_is_for_nothing(ahead: ForwardAhead[Any]) -> None:
+def test_what_never_comes_is_for_nothing(prefetch: ForwardPrefetch[Any]) -> None:
     for _ in range(MISSES):
-        assert ahead.pays
-        ahead.begin(TOKENS, 5, draw)
-    assert not ahead.pays
+        assert prefetch.useful
+        prefetch.launch(TOKENS, 5, draw)
+    assert not prefetch.useful
     torch.manual_seed(5)
-    assert ahead.take(TOKENS) is not None and ahead.pays  # the last was of use, after all
+    assert prefetch.take(TOKENS) is not None and prefetch.useful  # the last was of use, after all
 
 
-def test_an_error_leaves_the_generator_as_it_was(ahead: ForwardAhead[Any]) -> None:
+def test_an_error_leaves_the_generator_as_it_was(prefetch: ForwardPrefetch[Any]) -> None:
     def fail() -> Any:
         draw()
         raise torch.cuda.OutOfMemoryError("of memory")
 
     torch.manual_seed(1)
-    ahead.begin(TOKENS, 4, draw)
+    prefetch.launch(TOKENS, 4, draw)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        ahead.begin(TOKENS, 5, fail)
+        prefetch.launch(TOKENS, 5, fail)
     assert draw() == seeded(1)
     torch.manual_seed(4)
-    assert ahead.take(TOKENS) is None
+    assert prefetch.take(TOKENS) is None
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        ahead.begin(TOKENS, 5, fail)
-    assert not ahead.pays  # as after any three for nothing
+        prefetch.launch(TOKENS, 5, fail)
+    assert not prefetch.useful  # as after any three for nothing

@@ -10,12 +10,12 @@ import torch.multiprocessing
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import language_pair_dataset
 
-from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.literal_padding import KEY, in_target
+from surface_fusion.packed.literal_padding import KEY, in_target, mark
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken
 
 BOS, UNK = 0, 3
@@ -31,7 +31,7 @@ MODELS = {
     "with positions": (*HARD, "--sf-posedemb"),
     "learned positions": (*HARD, "--encoder-learned-pos", "--decoder-learned-pos"),
     "pre-norm": (*HARD, "--encoder-normalize-before", "--decoder-normalize-before"),
-    **{name: ("--encoder-fusion", name, "--ta-dropout", "0") for name in NAMES},
+    **{name: ("--encoder-fusion", name, "--ta-dropout", "0") for name in methods()},
 }
 WORDS = [[4, 5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15]]
 PLACES = {
@@ -76,7 +76,7 @@ def assert_as_plain(
         flat.zero_grad()
     loss, size, logged = ours(model, sample)
     expected, expected_size, expected_log = plain(reference, sample)
-    assert (ours.step_of(model) is not None) == packed
+    assert (ours.packed_step(model) is not None) == packed
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert size == expected_size
     for name in ("ntokens", "nsentences", "sample_size", "nll_loss", "loss"):
@@ -131,16 +131,18 @@ def test_gradients_add_up_with_those_of_packed_batches() -> None:
 def test_a_batch_says_whether_its_target_holds_padding_as_a_word(place: str) -> None:
     batch = collated(place)
     holds = any(PAD in words for words in PLACES[place][1].values())
-    assert batch[KEY] is holds
     assert in_target(batch, PAD) is holds
-    del batch[KEY]  # as of a task that collates by itself
+    mark(batch, PAD)
+    assert batch[KEY] is holds
     assert in_target(batch, PAD) is holds
 
 
 def test_a_batch_without_a_target_is_left_as_it_is() -> None:
     samples = [{"id": 0, "source": torch.tensor([4, PAD, EOS]), "target": None}]
-    assert KEY not in language_pair_dataset.collate(samples, PAD, EOS)
-    assert language_pair_dataset.collate([], PAD, EOS) == {}
+    batches: list[dict[str, Any]] = [language_pair_dataset.collate(samples, PAD, EOS), {}]
+    for sample in batches:
+        mark(sample, PAD)
+        assert KEY not in sample
 
 
 @pytest.mark.parametrize("name", ["hard", "mean", "max", "published max", "transparent", "dlcl", "plain"])

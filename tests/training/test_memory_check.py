@@ -4,24 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.trainer import Trainer
 
 from surface_fusion import SurfaceFusionError
+from surface_fusion.training.memory_check import run_longest_batch
 
 
 class FakeTrainer:
-    """As much of fairseq's trainer as the trial of the longest batch touches."""
+    """The parts of fairseq's trainer that the check uses, with a limit of memory."""
 
     def __init__(self, sizes: list[int], limit: int) -> None:
-        self.tpu = self.is_fsdp = False
-        self.fast_training = True
+        self.is_fsdp = False
         self.model = torch.nn.Linear(2, 2)
         self.criterion = self.optimizer = None
         self.cfg = SimpleNamespace(dataset=SimpleNamespace(max_tokens=100))
         self.seen: list[tuple[int, ...]] = []
         self.zeroed = 0
         batches = [[0, 1], [2, 3], [4]]
-        self.longest_batch_iterator = SimpleNamespace(
+        self.iterator = SimpleNamespace(
             frozen_batches=batches,
             dataset=type(
                 "Sizes", (), {"num_tokens": lambda _, i: sizes[i], "__getitem__": lambda _, i: sizes[i]}
@@ -36,14 +35,7 @@ class FakeTrainer:
             if shape[0] * shape[1] > limit:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-        self.task = SimpleNamespace(train_step=train_step, begin_epoch=lambda *_: None)
-        self.quantizer = None
-
-    def lr_step_begin_epoch(self, epoch: int) -> None:
-        pass
-
-    def get_model(self) -> torch.nn.Module:
-        return self.model
+        self.task = SimpleNamespace(train_step=train_step)
 
     def get_num_updates(self) -> int:
         return 0
@@ -55,10 +47,9 @@ class FakeTrainer:
         self.zeroed += 1
 
 
-def test_the_batch_with_the_most_padded_tokens_is_tried_once() -> None:
+def test_the_batch_with_the_most_padded_tokens_is_run() -> None:
     trainer = FakeTrainer([3, 5, 2, 7, 9], limit=100)  # padded: 10, 14, 9
-    Trainer.begin_epoch(trainer, 1)
-    Trainer.begin_epoch(trainer, 2)
+    run_longest_batch(trainer, trainer.iterator)
     assert trainer.seen == [(2, 7)]
     assert trainer.zeroed == 1
 
@@ -68,5 +59,13 @@ def test_a_batch_that_does_not_fit_is_named() -> None:
     with pytest.raises(
         SurfaceFusionError, match=r"longest batch \(2 x 7 target tokens\).*--max-tokens \(100\)"
     ):
-        Trainer.begin_epoch(trainer, 1)
+        run_longest_batch(trainer, trainer.iterator)
     assert trainer.zeroed == 1
+
+
+def test_an_iterator_without_a_list_of_batches_and_fsdp_are_skipped() -> None:
+    trainer = FakeTrainer([3, 5, 2, 7, 9], limit=100)
+    run_longest_batch(trainer, object())
+    trainer.is_fsdp = True
+    run_longest_batch(trainer, trainer.iterator)
+    assert trainer.seen == []

@@ -12,7 +12,7 @@ from surface_fusion.cli.main import main
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
-from surface_fusion.training.notices import notices, say_at_first_batch
+from surface_fusion.training.notices import log_before_first_batch, notices
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import build
 
@@ -50,7 +50,7 @@ def test_layerdrop_with_flat_adam_differs_from_adam(stack: str) -> None:
 
 def test_a_validation_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     model, task = build(*HARD)
-    step = say_at_first_batch(lambda task, sample, model, criterion: sample)
+    step = log_before_first_batch(lambda task, sample, model, criterion: sample)
     criterion = LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
     assert [step(task, i, model, criterion) for i in range(3)] == [0, 1, 2]
     assert len([r for r in caplog.records if "do not compare" in r.getMessage()]) == 1

@@ -1,7 +1,6 @@
-"""Trainings whose next batch's forward is begun early are those whose is not."""
+"""Trainings with forward prefetch equal those without."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,24 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq import options, tasks
-from fairseq.data.iterators import BufferedIterator, GroupedIterator
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from surface_fusion.packed.batch import pack
 from surface_fusion.packed.forward_backward import tokens_of
-from surface_fusion.packed.forward_prefetch import MISSES, ForwardAhead
+from surface_fusion.packed.forward_prefetch import MISSES, ForwardPrefetch
 from surface_fusion.packed.step import PackedStep
-from surface_fusion.training import next_batch
+from surface_fusion.training.trainer import SurfaceFusionTrainer
 from tests.helpers.small_training import TRAIN
-from tests.helpers.tiny import USER_DIR
+from tests.helpers.trainers import PACKED, batches_of, build_trainer
 
-FLAGS = (
-    *("--criterion", "fused_label_smoothed_cross_entropy", "--optimizer", "flat_adam"),
-    *("--dropout", 0.2, "--attention-dropout", 0.1, "--user-dir", USER_DIR),
-    *("--distributed-world-size", 1),  # fairseq would have one for each GPU
-)
+FLAGS = (*PACKED, "--dropout", 0.2, "--attention-dropout", 0.1)
 SIZES = (
     *("--encoder-embed-dim", 64, "--encoder-ffn-embed-dim", 64, "--max-tokens", 200),
     *("--encoder-attention-heads", 1, "--decoder-attention-heads", 1),
@@ -35,7 +27,7 @@ SIZES = (
 
 
 class Eager:
-    """On a CPU, in the place of graphs, which are what is begun."""
+    """Takes the place of CUDA graphs, which prefetch needs, on a CPU."""
 
     def __init__(self, step: PackedStep) -> None:
         self.step = step
@@ -63,16 +55,16 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each batch, whether its forward had been begun."""
+    """For each batch, whether its forward had been launched before."""
     found: list[bool] = []
-    take = ForwardAhead.take
+    take = ForwardPrefetch.take
 
     def watched(self: Any, tokens: Any) -> Any:
         outcome = take(self, tokens)
         found.append(outcome is not None)
         return outcome
 
-    monkeypatch.setattr(ForwardAhead, "take", watched)
+    monkeypatch.setattr(ForwardPrefetch, "take", watched)
     return found
 
 
@@ -85,19 +77,10 @@ def train(
     given: Callable[[list[Any]], list[Any]] = lambda samples: samples,
 ) -> list[float]:
     """Losses of the first *updates* of each epoch, as in fairseq's command line; then a validation's."""
-    argv = [data, *TRAIN, *FLAGS, *flags]
-    args = options.parse_args_and_arch(options.get_training_parser(), list(map(str, argv)))
-    cfg = convert_namespace_to_omegaconf(args)
-    task = tasks.setup_task(cfg.task)
-    for split in ("train", "valid"):
-        task.load_dataset(split)
-    torch.manual_seed(1)
-    trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+    trainer = build_trainer(data, *FLAGS, *flags, train=TRAIN)
     seen: list[float] = []
     for epoch in range(1, epochs + 1):
-        batches = trainer.get_train_iterator(epoch).next_epoch_itr()
-        trainer.begin_epoch(epoch)
-        for samples in GroupedIterator(batches, cfg.optimization.update_freq[0]).take(updates):
+        for samples in batches_of(trainer, epoch).take(updates):
             logged = trainer.train_step(given(samples))
             if logged is not None:
                 seen.append(logged["loss"])
@@ -107,8 +90,8 @@ def train(
     return seen
 
 
-def not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedStep, "begin", lambda self, sample, seed: False)
+def without_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedStep, "prefetch", lambda self, sample, seed: False)
 
 
 def validate(trainer: Any) -> None:
@@ -141,22 +124,22 @@ def test_a_training_is_the_same(
     assert sum(taken) == 2 * (updates - 1)  # the first batch of each update but an epoch's first
     trial, *batches = taken
     assert not trial and not any(batches[1:update_freq]) and batches[update_freq]
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     taken.clear()
     assert train(data, *flags, between=between) == got
     assert not any(taken)
 
 
-def test_parameters_that_somebody_changes(
+def test_parameters_that_change_between_updates(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
-    begin = ForwardAhead.begin
-    monkeypatch.setattr(ForwardAhead, "begin", lambda *args: begun.append(1) or begin(*args))
+    launched: list[int] = []
+    launch = ForwardPrefetch.launch
+    monkeypatch.setattr(ForwardPrefetch, "launch", lambda *args: launched.append(1) or launch(*args))
     got = train(data, between=clamp)
     assert not any(taken)
-    assert len(begun) == MISSES  # then it is given up
-    not_begun(monkeypatch)
+    assert len(launched) == MISSES  # then prefetching stops
+    without_prefetch(monkeypatch)
     assert train(data, between=clamp) == got
 
 
@@ -179,7 +162,7 @@ def test_an_update_that_overflows(
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # where fairseq wants a norm of 0
     got = train(data, epochs=1, between=overflow)
     assert taken[1:] == [False, True, True, True, False, True, True]
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     overflowed.clear()
     assert train(data, epochs=1, between=overflow) == got
 
@@ -233,7 +216,7 @@ def test_a_batch_that_was_changed_meanwhile(
     taken.clear()
     got = train(data, given=given)
     assert not any(taken)
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     assert train(data, given=given) == got
 
 
@@ -249,20 +232,20 @@ def test_another_batch_than_the_next(
 
     got = train(data, epochs=1, given=backwards)
     assert not any(taken[4:])  # what was given is not what the buffer gave last
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     kept.clear()
     assert train(data, epochs=1, given=backwards) == got
 
 
-def test_memory_that_runs_out_costs_nothing_but_the_early_begin(
+def test_out_of_memory_in_a_prefetch_is_ignored(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, run = PackedStep.begin, Eager.run
+    prefetch, run = PackedStep.prefetch, Eager.run
     full: list[bool] = []
 
-    def begin_or_fail(self: Any, sample: Any, seed: int) -> bool:
+    def prefetch_or_fail(self: Any, sample: Any, seed: int) -> bool:
         full.append(len(full) % 2 == 1)
-        return begin(self, sample, seed)
+        return prefetch(self, sample, seed)
 
     def run_or_fail(self: Any, sample: Any) -> Any:
         if full and full[-1]:
@@ -270,81 +253,70 @@ def test_memory_that_runs_out_costs_nothing_but_the_early_begin(
             raise torch.cuda.OutOfMemoryError("out of memory")
         return run(self, sample)
 
-    monkeypatch.setattr(PackedStep, "begin", begin_or_fail)
+    monkeypatch.setattr(PackedStep, "prefetch", prefetch_or_fail)
     monkeypatch.setattr(Eager, "run", run_or_fail)
     got = train(data, epochs=1)
     assert 2 * sum(taken) in range(len(taken) - 3, len(taken) + 1)
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     full.clear()
     assert train(data, epochs=1) == got
 
 
-def test_a_batch_without_a_captured_graph_waits(
+def test_a_batch_without_a_captured_graph_is_not_prefetched(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Eager, "covers", lambda self, sample: sample["nsentences"] % 16 == 0)
     got = train(data)
     assert 0 < sum(taken) < len(taken) - 4
-    not_begun(monkeypatch)
+    without_prefetch(monkeypatch)
     assert train(data) == got
 
 
-def test_what_is_no_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty buffer, an epoch's end, an error, a dummy; and nothing after an update that did not come."""
-    begun: list[Any] = []
-    step = SimpleNamespace(begin=lambda sample, seed: begun.append((sample, seed)) or True)
-    trainer: Any = SimpleNamespace(
-        model=None,
-        cfg=SimpleNamespace(common=SimpleNamespace(seed=7)),
-        get_criterion=lambda: SimpleNamespace(step_of=lambda model: step),
-        _prepare_sample=lambda batch: (batch, False),
-    )
-    monkeypatch.setattr(next_batch, "is_fairseqs_loop", lambda trainer: True)
-    batch = {"net_input": {"src_tokens": torch.ones(2)}}
-    batches: list[Any] = [{"nsentences": 1}, {}, {"nsentences": 2}, None, {"nsentences": 3}, batch]
-    buffered = BufferedIterator(len(batches) + 1, batches)
-    buffered.fast_training = True
+class WaitingBuffer:
+    """A data buffer in which these batches wait."""
 
-    def update(trainer: Any, samples: Any) -> None:
-        next_batch.begin_next(lambda trainer, number: None, trainer, 3)
-
-    for _ in range(2):
-        next_batch.use_begun(update, trainer, [next(buffered)])  # then nothing but a dummy follows
-        assert begun == [] and not hasattr(trainer, "begun")
-        next_batch.use_begun(lambda trainer, samples: None, trainer, [next(buffered)])  # an overflow
-        next_batch.begin_next(lambda trainer, number: None, trainer, 3)
-        assert begun == []
-    buffered._consumer.join()
-    samples = [next(buffered)]
-    next_batch.use_begun(update, trainer, [{"of": "another list"}])
-    assert begun == []
-    next_batch.use_begun(update, trainer, samples)
-    assert begun == [(batch, 10)] and trainer.begun.batch is batch
-    next_batch.use_begun(update, trainer, [next(buffered)])  # the end follows
-    assert len(begun) == 1 and not hasattr(trainer, "begun")
-    empty = BufferedIterator(2, [])
-    empty.fast_training = True
-    next_batch._begin(trainer, empty._queue.queue, 3)
-    assert len(begun) == 1
-    alive = weakref.ref(buffered)
-    del buffered
-    assert alive() is None  # nobody keeps it, nor its batches
+    def __init__(self, *batches: Any) -> None:
+        self._queue = SimpleNamespace(queue=batches)
 
 
-def test_without_a_buffer_nothing_is_begun(data: Path, eager: None, taken: list[bool]) -> None:
+@pytest.mark.parametrize("waiting", [(), (None,), ({},), (StopIteration(),)])
+def test_nothing_is_prefetched_where_no_batch_waits(data: Path, waiting: tuple[Any, ...]) -> None:
+    """An empty buffer, an epoch's end, a dummy, an error."""
+    trainer = build_trainer(data, *FLAGS)
+    trainer.train_step(next(iter(batches_of(trainer))))
+    step = trainer.get_criterion().packed_step(trainer.model)
+    step.prefetch = lambda sample, seed: pytest.fail("no batch waits")
+    trainer._buffer = WaitingBuffer(*waiting)
+    trainer._launch_next_forward(3)
+    assert trainer._prefetched is None
+
+
+def test_setting_the_number_of_updates_prefetches_nothing(data: Path, eager: None) -> None:
+    """Only the end of an update does, not a user's call or a loaded checkpoint."""
+    trainer = build_trainer(data, *FLAGS)
+    batches = iter(batches_of(trainer))
+    trainer.train_step(next(batches))
+    trainer._prefetched = None
+    trainer.set_num_updates(7)
+    assert trainer._prefetched is None
+    trainer.train_step(next(batches))
+    assert trainer._prefetched is not None
+
+
+def test_without_a_buffer_nothing_is_prefetched(data: Path, eager: None, taken: list[bool]) -> None:
     train(data, "--data-buffer-size", 0, epochs=1)
     assert not any(taken)
 
 
-def test_in_another_loop_nothing_is_begun(
+def test_a_task_with_steps_of_its_own_prefetches_nothing(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(next_batch, "is_fairseqs_loop", lambda trainer: False)
+    monkeypatch.setattr(SurfaceFusionTrainer, "_runs_fairseqs_steps", lambda trainer: False)
     train(data, epochs=1)
     assert taken and not any(taken)
 
 
-def test_other_criteria_and_a_cpu_begin_nothing(data: Path, taken: list[bool]) -> None:
+def test_other_criteria_and_a_cpu_prefetch_nothing(data: Path, taken: list[bool]) -> None:
     train(data, epochs=1)
     train(data, "--criterion", "label_smoothed_cross_entropy", epochs=1)
     assert not taken
@@ -360,8 +332,8 @@ def test_on_a_gpu(
     exactly = (*SIZES, *dtype, "--lr", 0)
     learning = (*SIZES, *dtype, "--fp16-init-scale", 4)
     got = [train(data, *exactly, between=validate), train(data, *learning)]
-    assert 2 * sum(taken) > len(taken)  # not where a recording was missing
-    not_begun(monkeypatch)
+    assert 2 * sum(taken) > len(taken)  # not where no graph was captured yet
+    without_prefetch(monkeypatch)
     taken.clear()
     assert train(data, *exactly, between=validate) == got[0]
     assert train(data, *learning) == pytest.approx(got[1], rel=1e-2 if dtype else 1e-4)

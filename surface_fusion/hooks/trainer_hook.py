@@ -1,0 +1,49 @@
+"""Select the trainer: the only attribute of fairseq's ``Trainer`` that is replaced for speed.
+
+fairseq has no registry of trainers; ``fairseq_cli.train`` calls ``Trainer(cfg, task, model, criterion)``.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from fairseq.trainer import Trainer
+
+from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.ranges import check_config
+from surface_fusion.packed.eligibility import unwrapped
+from surface_fusion.training.notices import log_notices
+from surface_fusion.training.trainer import SurfaceFusionTrainer
+
+
+def install() -> None:
+    """Let ``Trainer(...)`` make a :class:`SurfaceFusionTrainer` where :func:`uses_fast_trainer` says so."""
+    Trainer.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
+
+
+def uses_fast_trainer(cfg: Any, model: Any) -> bool:
+    """Whether *model* is a SurfaceFusion model without ``--sf-plain``, and not on a TPU."""
+    flags = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
+    ours = isinstance(flags, SurfaceFusionConfig) and not flags.sf_plain
+    return ours and not isinstance(cfg, Namespace) and not cfg.common.tpu
+
+
+def _new(
+    cls: type[Trainer],
+    cfg: Any = None,
+    task: Any = None,
+    model: Any = None,
+    criterion: Any = None,
+    quantizer: Any = None,
+) -> Trainer:
+    """``Trainer.__new__``; also checks the settings of SurfaceFusion models and logs notices.
+
+    Raises:
+        SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
+    """
+    if model is not None and not isinstance(cfg, Namespace):
+        if isinstance(getattr(getattr(unwrapped(model), "decoder", None), "cfg", None), SurfaceFusionConfig):
+            check_config(cfg)
+        log_notices(model, criterion, getattr(cfg.optimizer, "_name", None))
+    if cls is Trainer and model is not None and uses_fast_trainer(cfg, model):
+        cls = SurfaceFusionTrainer
+    return object.__new__(cls)

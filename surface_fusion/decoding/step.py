@@ -13,10 +13,7 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
 from surface_fusion.decoding.cache import DecodeCache, FusedWeights
-from surface_fusion.ops.backend import use_kernels
-
-MAX_KERNEL_WIDTH = 128
-"""Widest head of the Triton kernel; torch computes wider ones, such as the single head of the surface."""
+from surface_fusion.ops.beam_attention import beam_attention
 
 
 class StepOut(NamedTuple):
@@ -86,7 +83,7 @@ def _self_attention(cache: DecodeCache, weights: FusedWeights, i: int, x: Tensor
     new_kv = qkv[:, :, 1:].permute(2, 0, 3, 1, 4).unsqueeze(3)
     cache.self_kv[i].index_copy_(3, cache.position, new_kv)
     key, value = cache.self_kv[i, :, :, :, :length].flatten(3, 4).unbind()
-    read = _attend(qkv[:, :, 0].transpose(1, 2), key, value, bias, cache.position)
+    read = beam_attention(qkv[:, :, 0].transpose(1, 2), key, value, bias, cache.position)
     x = F.linear(read.view(len(x), -1), attn.out_proj.weight, attn.out_proj.bias).add_(x)
     return x if layer.normalize_before else _norm(layer.self_attn_layer_norm, x)
 
@@ -100,7 +97,7 @@ def _cross_attention(
     q = F.linear(y, attn.q_proj.weight, attn.q_proj.bias)
     q = q.view(cache.sentences, cache.beam, attn.num_heads, attn.head_dim).transpose(1, 2)
     key, value = cache.cross_kv[i, :, :, :, : bias.shape[-1]].unbind()
-    read = _attend(q, key, value, bias, cache.last_position)
+    read = beam_attention(q, key, value, bias, cache.last_position)
     attention = None
     if with_attention:
         scores = q @ key.transpose(2, 3) * attn.head_dim**-0.5 + bias
@@ -125,7 +122,7 @@ def _fuse_surface(decoder: Any, cache: DecodeCache, x: Tensor, query: Tensor, so
         q = F.linear(query, attn.q_proj.weight, attn.q_proj.bias)
         q = q.view(cache.sentences, cache.beam, attn.num_heads, -1).transpose(1, 2)
         key, value = cache.surface[:, :, :, : source_bias.shape[-1]].unbind()
-        read = _attend(q, key, value, source_bias, cache.last_position).view(len(x), 1, -1)
+        read = beam_attention(q, key, value, source_bias, cache.last_position).view(len(x), 1, -1)
         r = _project_out(decoder, F.linear(read, attn.out_proj.weight, attn.out_proj.bias))
     else:
         r = cache.surface.expand(-1, cache.beam, -1).reshape(len(x), 1, -1)
@@ -149,24 +146,3 @@ def position_table(decoder: Any) -> Tensor:
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
-    """Attention of queries S x H x B x d to keys S x H x N x d, heads concatenated: S x B x (H d).
-
-    Args:
-        query, key, value: see above.
-        bias: S x 1 x B x N or S x 1 x 1 x N.
-        last: see :func:`surface_fusion.ops.beam_attention_triton.read_keys`; *bias* masks later positions.
-    """
-    if use_kernels(query) and query.shape[-1] <= MAX_KERNEL_WIDTH:
-        from surface_fusion.ops.beam_attention_triton import read_keys
-
-        return read_keys(query, key, value, bias, last)
-    if query.is_cuda or len(query) == 1:
-        bias = bias.expand(-1, query.shape[1], query.shape[2], -1)
-        read = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    else:  # with so few queries, torch's attention gains nothing from a second core
-        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3)).add_(bias)
-        read = torch.matmul(scores.softmax(dim=-1), value)
-    return read.transpose(1, 2).flatten(2)

@@ -24,7 +24,7 @@ from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
-from surface_fusion.modules.layerwise_attention import side_by_side
+from surface_fusion.modules.layerwise_attention import concatenate_layers
 from surface_fusion.modules.no_feed_forward import without_feed_forward
 from surface_fusion.modules.pooling import max_pool, mean_pool, pooled_tokens
 from surface_fusion.modules.torchscript import NotScriptable
@@ -74,7 +74,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
         states = return_all_hiddens or self.cfg.layer_wise_attention or self.fusion is not None
         out = super().forward(src_tokens, src_lengths, states, token_embeddings)
         if self.cfg.layer_wise_attention:
-            out["encoder_out"] = [side_by_side(out["encoder_states"], out["encoder_out"][0])]
+            out["encoder_out"] = [concatenate_layers(out["encoder_states"], out["encoder_out"][0])]
         elif self.fusion is not None:
             out["encoder_out"] = [self._fused(out, src_tokens, token_embeddings)]
         if not return_all_hiddens:

@@ -1,4 +1,4 @@
-"""The losses of a batch from the decoder's features, output layer and loss in one operation."""
+"""The losses of a padded batch, with output layer and loss in one operation."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def fused_losses(
         features: its output with ``features_only``: B x T x C, or B x T x 2 x C.
         sample: a batch as fairseq collates it.
         smoothing: label smoothing epsilon.
-        ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
+        ignore_prefix_size: number of target tokens at the start of each sentence that do not count.
     """
     target = sample["target"]
     keep = target.ne(decoder.padding_idx)

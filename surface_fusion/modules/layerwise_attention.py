@@ -2,7 +2,8 @@
 
 The encoder returns the outputs of its layers concatenated on the channel axis, S x B x (L C), the last one
 after the encoder's final LayerNorm if there is one. fairseq's beam search reorders this tensor like any
-encoder output. (He et al., 2018; a published flag.)
+encoder output. (He et al., "Layer-wise coordination between encoder and decoder", NeurIPS 2018; a published
+flag.)
 """
 
 from typing import Any
@@ -14,12 +15,12 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
 
-def side_by_side(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
+def concatenate_layers(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
     """Concatenate all layers' outputs on the channel axis: S x B x (L C).
 
     Args:
         encoder_states: embedding layer and L layers, S x B x C each.
-        encoder_out: what the encoder returns, the last layer's output after the final LayerNorm.
+        encoder_out: the last layer's output after the final LayerNorm, S x B x C.
     """
     return torch.cat([*encoder_states[1:-1], encoder_out], dim=-1)
 
@@ -28,7 +29,7 @@ class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
     """A decoder layer that attends to its own slice of the concatenated encoder outputs."""
 
     memory_index: int
-    """Which slice to attend to; set by the decoder."""
+    """Index of the slice to attend to; set by the decoder."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False) -> None:
         super().__init__(cfg, no_encoder_attn)

@@ -12,7 +12,7 @@ class Zero(nn.Module):
     """Replaces a linear map; adds zero to the residual stream."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The number 0."""
+        """Return a scalar zero."""
         return x.new_zeros(())
 
 

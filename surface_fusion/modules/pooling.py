@@ -14,15 +14,15 @@ PUBLISHED_FIRST_ID = 50
 
 
 def pooled_tokens(src_tokens: Tensor, padding_idx: int, published: bool) -> Tensor:
-    """Which tokens are pooled: bool, B x S."""
+    """Mask of the tokens that are pooled: bool, B x S."""
     return src_tokens.ge(PUBLISHED_FIRST_ID) if published else src_tokens.ne(padding_idx)
 
 
 def mean_pool(embed: Tensor, keep: Tensor) -> Tensor:
     """Mean of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C."""
     keep = keep.unsqueeze(-1)
-    wide = accumulation_dtype(embed.dtype)  # a sum over a long sentence overflows float16
-    total = embed.masked_fill(~keep, 0).sum(dim=1, keepdim=True, dtype=wide)
+    dtype = accumulation_dtype(embed.dtype)  # the sum over a long sentence overflows float16
+    total = embed.masked_fill(~keep, 0).sum(dim=1, keepdim=True, dtype=dtype)
     return (total / keep.sum(dim=1, keepdim=True).clamp(min=1)).to(embed.dtype)
 
 
@@ -32,6 +32,6 @@ def max_pool(embed: Tensor, keep: Tensor, published: bool) -> Tensor:
     The published maximum counts each excluded token as a zero vector; otherwise it is ignored.
     """
     keep = keep.unsqueeze(-1)
-    left_out = 0.0 if published else torch.finfo(embed.dtype).min
-    pooled = embed.masked_fill(~keep, left_out).amax(dim=1, keepdim=True)
+    excluded = 0.0 if published else torch.finfo(embed.dtype).min
+    pooled = embed.masked_fill(~keep, excluded).amax(dim=1, keepdim=True)
     return pooled.masked_fill(~keep.any(dim=1, keepdim=True), 0)

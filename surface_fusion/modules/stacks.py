@@ -9,5 +9,5 @@ SCALES = ("attn_ln", "c_attn", "ffn_layernorm", "w_resid")
 
 
 def layers_of(stack: Any) -> list[Any]:
-    """All layers, including those that LayerDrop would drop, without FSDP wrappers."""
+    """Return all layers, including those that LayerDrop would drop, without FSDP wrappers."""
     return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]

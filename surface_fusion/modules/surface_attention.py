@@ -1,11 +1,11 @@
-"""The attention by which the softmax layer reads the source embeddings.
+"""Surface attention: each target position attends to the source embeddings.
 
 ``r = W_o softmax(Q K^T / sqrt(d_h)) V`` with ``Q = W_q q`` (q: output of a decoder layer, T x B x C),
 ``K = W_k k`` (k: encoder output, S x B x C') and ``V = W_v v`` (v: source embeddings, B x S x C')
 (SurfaceFusion, Liu et al., ICLR 2021).
 
 fairseq's attention cannot do this: with cached keys it computes V from the key. Here keys and values are
-projected once per sentence, cached, and reordered with the hypotheses in beam search.
+projected once per sentence, cached, and reordered with the beams in beam search.
 """
 
 from typing import Any
@@ -76,14 +76,14 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
             if incremental_state is not None:
                 self.set_incremental_state(incremental_state, "surface", cache)
         drop = self.training or self.dropout_module.apply_during_inference
-        read = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             self._split_heads(self.q_proj(query.transpose(0, 1))),
             cache["key"],
             cache["value"],
             attn_mask=cache["keep"],
             dropout_p=self.dropout_module.p if drop else 0.0,
         )
-        return self.out_proj(read.transpose(1, 2).flatten(2))
+        return self.out_proj(output.transpose(1, 2).flatten(2))
 
     def weights(self, query: Tensor, key: Tensor, key_padding_mask: Tensor) -> Tensor:
         """Attention weights of each query over the source positions, without dropout: B x H x T x S.
@@ -103,7 +103,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
     def reorder_incremental_state(
         self, incremental_state: dict[str, dict[str, Tensor | None]], new_order: Tensor
     ) -> None:
-        """Reorder the cache with the hypotheses: row i becomes row ``new_order[i]``."""
+        """Reorder the cache with the beams: the new row i is the old row ``new_order[i]``."""
         cache: dict[str, Any] | None = self.get_incremental_state(incremental_state, "surface")
         if cache is not None:
             reordered = {name: x.index_select(0, new_order) for name, x in cache.items()}

@@ -9,26 +9,26 @@ of their section 2, whose epsilon is not bias-corrected; decay as in Loshchilov 
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class AdamOptions(NamedTuple):
+    """Hyperparameters of an update."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
 def plain_adam(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, steps: int, options: AdamOptions
 ) -> None:
-    """Update number *steps* (t in the formula, >= 1), computed by the formula."""
-    beta1, beta2 = betas
+    """Compute update number *steps* (t in the formula, >= 1) by the formula."""
+    lr, (beta1, beta2), eps, weight_decay = options
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     weights.mul_(1 - lr * weight_decay)
@@ -37,22 +37,13 @@ def plain_adam(
 
 
 def fused_adam(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, steps: int, options: AdamOptions
 ) -> None:
     """Same as :func:`plain_adam`, computed by torch's fused kernel.
 
     The kernel divides by sqrt(v / (1 - beta2^t)) + eps; an epsilon of eps / sqrt(1 - beta2^t) gives the same.
     """
-    beta1, beta2 = betas
+    lr, (beta1, beta2), eps, weight_decay = options
     state_step = torch.full((), float(steps), dtype=torch.float32, device=weights.device)
     eps /= math.sqrt(1 - beta2**steps)
     tensors = [[weights], [grad], [exp_avg], [exp_avg_sq], [], [state_step]]

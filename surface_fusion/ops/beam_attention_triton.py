@@ -1,8 +1,4 @@
-"""Triton: attention for one decoding step, where the beams of a sentence share keys and values.
-
-``softmax(Q K^T / sqrt(d) + bias) V`` per sentence and head: queries S x H x B x d for S sentences of B beams,
-keys and values S x H x N x d, the last axis contiguous; bias S x 1 x B x N or S x 1 x 1 x N. Tested against
-torch's ``scaled_dot_product_attention``.
+"""Triton: attention for one decoding step; operation, shapes and oracle are those of ``beam_attention.py``.
 
 torch's kernels are made for many queries: they use a block of 64 for four of them, in float32 without tensor
 cores. Here each sentence and head is one small block that reads each key and value once, up to the last
@@ -64,12 +60,8 @@ def _read_kernel(
     tl.store(place, read.to(out_base.dtype.element_ty), mask=within)
 
 
-def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
-    """Return the attention output of each beam, heads concatenated: S x B x (H d).
-
-    Args:
-        last: 1, int64: the last position to read; key i belongs to position i // B.
-    """
+def beam_attention_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
+    """Arguments and result are those of :func:`surface_fusion.ops.beam_attention.beam_attention`."""
     sentences, heads, beam, dim = query.shape
     out = query.new_empty(sentences, beam, heads * dim)
     block_d = max(triton.next_power_of_2(dim), 16)

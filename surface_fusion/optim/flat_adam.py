@@ -1,6 +1,6 @@
-"""``--optimizer flat_adam``: fairseq's ``adam`` on all parameters at once.
+"""``--optimizer flat_adam``: fairseq's ``adam``, computed for all parameters at once.
 
-It uses the formula of ``fairseq/optim/adam.py`` (Adam with decoupled weight decay, whose epsilon is not
+It computes the formula of ``fairseq/optim/adam.py`` (Adam with decoupled weight decay, whose epsilon is not
 bias-corrected) in a few kernels, without a loop over parameters. For fp16 and bf16 models it keeps an fp32
 master copy of the weights, so fairseq's memory-efficient wrappers do not lose precision.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.ops.adam import fused_adam, plain_adam
+from surface_fusion.ops.adam import AdamOptions, fused_adam, plain_adam
 from surface_fusion.ops.precision import accumulation_dtype
 from surface_fusion.packed.flat_parameters import FlatParameters
 
@@ -88,7 +88,7 @@ class FlatAdam(FairseqOptimizer):
             Infinite or NaN if a gradient is.
         """
         self.flat.attach_grads()
-        norm = self.flat.norm_on_host()  # synchronises; with one process, the only time in a step
+        norm = self.flat.norm_on_host()  # the only synchronisation of an update with one process
         norm = (norm * self.optimizer.grad_factor).cpu()
         if aggregate_norm_fn is not None:
             norm = aggregate_norm_fn(norm)
@@ -196,9 +196,9 @@ class FlatAdamUpdate(torch.optim.Optimizer):
             self.flat.grad, torch.empty(1, dtype=self._dtype, device=data.device).fill_(factor), out=grad
         )
         group = self.param_groups[0]
-        hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        options = AdamOptions(*(group[name] for name in AdamOptions._fields))
         adam = plain_adam if self._plain else fused_adam
-        adam(weights, grad, *self._zero_moments(), self._steps + 1, **hyperparameters)
+        adam(weights, grad, *self._allocated_moments(), self._steps + 1, options)
         if self._half:
             data.copy_(weights)
 
@@ -243,18 +243,18 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         steps = {int(state["step"]) for state in states}
         if len(steps) != 1:
             raise SurfaceFusionError(
-                f"the parameter group's parameters were updated {min(steps)} to {max(steps)} times; "
-                "flat_adam updates all alike; add --reset-optimizer"
+                f"the parameter group's parameters were updated {min(steps)} to {max(steps)} times, but "
+                "flat_adam updates all of them each time; add --reset-optimizer"
             )
         self._steps = steps.pop()
-        self._zero_moments()
+        self._allocated_moments()
         if self._half and all("master" in state for state in states):
             self._master = self.flat.data.to(self._dtype)
         for name, flat in self._named_state().items():
             for param, state in zip(params, states, strict=True):
                 self.flat.view(param, flat).copy_(state[name])
 
-    def _zero_moments(self) -> tuple[Tensor, Tensor]:
+    def _allocated_moments(self) -> tuple[Tensor, Tensor]:
         """Return the first and second moment, allocated at first use, after the model's own memory."""
         if self._moments is None:
             zeros = torch.zeros_like(self.flat.data, dtype=self._dtype)
@@ -262,7 +262,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         return self._moments
 
     def _named_state(self) -> dict[str, Tensor]:
-        exp_avg, exp_avg_sq = self._zero_moments()
+        exp_avg, exp_avg_sq = self._allocated_moments()
         named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return named if self._master is None else {**named, "master": self._master}
 

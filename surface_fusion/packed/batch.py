@@ -20,7 +20,12 @@ from surface_fusion.ops.packed_rows import PackedRows
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Both sides of a batch; *target* is what to predict at each row of *tgt*, padding where nothing is."""
+    """Both sides of a batch.
+
+    Attributes:
+        src, tgt: the source, and the shifted target.
+        target: the token to predict at each row of *tgt*; padding at padding rows.
+    """
 
     src: PackedRows
     tgt: PackedRows
@@ -28,7 +33,7 @@ class PackedBatch:
 
 
 def pack(src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int) -> PackedBatch:
-    """Pack a batch on the CPU, or where a synchronisation does not matter.
+    """Pack a batch; on a GPU this synchronises.
 
     Args:
         src_tokens: B x S, padded on either side.
@@ -58,7 +63,7 @@ class Capacity:
 
     Attributes:
         src, tgt: rows of each side.
-        padded: tokens of a side with its padding; also more than there are sentences.
+        padded: tokens of a side with its padding; also an upper bound of the number of sentences.
     """
 
     src: int
@@ -71,12 +76,12 @@ class Capacity:
 
     @property
     def cost(self) -> int:
-        """Roughly what a step costs, in source rows: the decoder and the loss do twice the encoder's work."""
+        """Approximate cost of a step, in source rows: decoder and loss cost twice as much as the encoder."""
         return self.src + 2 * self.tgt
 
 
-SPARE = 32
-"""Number of padding sentences that share the remaining rows, so that none is long or empty."""
+PAD_SENTENCES = 32
+"""Number of padding sentences that share the remaining rows; each is short and has at least one row."""
 
 
 def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) -> Capacity:
@@ -84,14 +89,14 @@ def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) 
 
     Args:
         sentences, src_width, tgt_width: B, S, T.
-        tgt_rows: target tokens without padding. (fairseq sorts by source length, so that B S is nearly right
-            for the source, whose number of tokens is known to the GPU only.)
+        tgt_rows: target tokens without padding. For the source, whose number of tokens only the GPU knows,
+            B S is a good estimate, because fairseq sorts by source length.
     """
     padded = sentences * max(src_width, tgt_width)
     step = _up(padded / 16, 64)
     return Capacity(
-        src=_up(sentences * src_width + SPARE, step),
-        tgt=_up(tgt_rows + SPARE, step),
+        src=_up(sentences * src_width + PAD_SENTENCES, step),
+        tgt=_up(tgt_rows + PAD_SENTENCES, step),
         padded=_up(padded, 16 * 64),
     )
 
@@ -116,24 +121,26 @@ def pack_static(
         shape: (B, S, T), int64, on the device.
     """
     sentences, src_width, tgt_width = shape.unbind()
-    slots = capacity.padded + SPARE
+    slots = capacity.padded + PAD_SENTENCES
 
-    def side(columns: list[Tensor], width: Tensor, rows: int) -> tuple[PackedRows, Tensor]:
+    def pack_side(columns: list[Tensor], width: Tensor, rows: int) -> tuple[PackedRows, Tensor]:
         keep = columns[-1].ne(padding_idx)
         place = torch.where(keep, keep.cumsum(0) - 1, rows)
         packed = [x.new_full((rows + 1,), padding_idx).scatter(0, place, x)[:rows] for x in columns]
         numbers = torch.arange(capacity.padded, device=keep.device)
         lengths = torch.zeros(slots + 1, dtype=torch.int64, device=keep.device)
         lengths.scatter_add_(0, (numbers // width).clamp(max=slots), keep.long())
-        # The rows left over, SPARE of them at least, are cut evenly into SPARE sentences.
-        spare = (torch.arange(1, slots + 1, device=keep.device) - sentences).clamp(0, SPARE)
-        left_over = spare * (rows - keep.sum()) // SPARE
-        starts = F.pad(lengths[:-1].cumsum(0) + left_over, (1, 0))
+        # Divide the remaining rows, at least PAD_SENTENCES, evenly into PAD_SENTENCES padding sentences.
+        padding_sentences = (torch.arange(1, slots + 1, device=keep.device) - sentences).clamp(
+            0, PAD_SENTENCES
+        )
+        remaining = padding_sentences * (rows - keep.sum()) // PAD_SENTENCES
+        starts = F.pad(lengths[:-1].cumsum(0) + remaining, (1, 0))
         numbers = torch.arange(rows, device=keep.device)
         sentence = torch.searchsorted(starts, numbers, right=True) - 1
         positions = numbers - starts[sentence]
         return PackedRows(packed[0], sentence, positions, starts), packed[-1]
 
-    src, _ = side([src_tokens], src_width, capacity.src)
-    tgt, expected = side([prev_output_tokens, target], tgt_width, capacity.tgt)
-    return PackedBatch(src, tgt, expected)
+    src, _ = pack_side([src_tokens], src_width, capacity.src)
+    tgt, packed_target = pack_side([prev_output_tokens, target], tgt_width, capacity.tgt)
+    return PackedBatch(src, tgt, packed_target)

@@ -1,4 +1,4 @@
-"""Decide whether a model can be trained without padding, and give the reason if it cannot."""
+"""Decide whether a model can be trained without padding, and return the reason if it cannot."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def accumulating(model: Any) -> bool:
 
     *model* may be in distributed wrappers; without them this is unknown, and the result is False.
     """
-    theirs = getattr(model, "accumulate_grads", False)  # fairseq's wrapper; torch's has the other
-    return theirs or not getattr(model, "require_backward_grad_sync", True)
+    # The first is an attribute of fairseq's wrapper, the second of torch's.
+    return getattr(model, "accumulate_grads", False) or not getattr(model, "require_backward_grad_sync", True)
 
 
 def why_not_fused(model: Any) -> str | None:

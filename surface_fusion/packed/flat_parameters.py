@@ -15,12 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.packed.gradient_reduction import (
-    NORM_ROW,
-    HostCopy,
-    average_over_processes,
-    gradient_norm,
-)
+from surface_fusion.packed.gradient_reduction import NORM_ROW, average_over_processes, gradient_norm
 
 ALIGNMENT = 128
 """Bytes: vectorised loads and tensor cores need addresses that are multiples of this."""
@@ -49,7 +44,7 @@ class FlatParameters:
         self.local_only = False
         self._averaged = False
         self._grads_in_place = False  # known for the next zero_grad
-        self._norm: Optional[HostCopy] = None
+        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and the event after its copy
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -158,14 +153,20 @@ class FlatParameters:
         260 parameters, and the GPU is busy now.
         """
         if self.grad.is_cuda:
-            self._norm = HostCopy.of(self.grad_norm())
+            norm = self.grad_norm()
+            on_host = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            self._norm = on_host, copied
         self._grads_in_place = all(param.grad is grad for param, (grad, _) in self._views.items())
 
     def norm_on_host(self) -> Tensor:
         """:meth:`grad_norm` on the CPU, from :meth:`launch_norm` if that was called."""
         if self._norm is None or not self._written_flat:
             return self.grad_norm().cpu()
-        return self._norm.wait()
+        norm, copied = self._norm
+        copied.synchronize()
+        return norm
 
     def launch_average(self, group: Optional[dist.ProcessGroup]) -> None:
         """Launch the average of :meth:`average_grads` before the optimizer needs it."""
@@ -183,7 +184,6 @@ class FlatParameters:
         self.local_only = False
 
     def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Parameters whose ``.grad`` is not the view, with the view."""
         for param, (grad, address) in self._views.items():
             if param.data_ptr() != address:
                 raise RuntimeError(

@@ -1,6 +1,6 @@
 """Reduce a flat gradient: to its norm, and over processes to its average."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -20,27 +20,6 @@ def gradient_norm(grad: Tensor) -> Tensor:
     """
     rows = torch.linalg.vector_norm(grad.view(-1, NORM_ROW), dim=1, dtype=accumulation_dtype(grad.dtype))
     return torch.linalg.vector_norm(rows)
-
-
-class HostCopy(NamedTuple):
-    """A copy of a tensor to the CPU that may still be running, and the CUDA event after it."""
-
-    tensor: Tensor
-    copied: Any
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "HostCopy":
-        """Launch the copy of *tensor*, which is on a GPU."""
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        on_host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(on_host, copied)
-
-    def wait(self) -> Tensor:
-        """Wait for the copy and return it."""
-        self.copied.synchronize()
-        return self.tensor
 
 
 def average_over_processes(grad: Tensor, group: Optional[dist.ProcessGroup]) -> None:

@@ -1,7 +1,7 @@
 """Store parameters next to each other in the flat buffer, so that several products become one.
 
 This applies to ``[q; k; v]`` of a self-attention and to ``[k; v]`` of all decoder layers' attentions to the
-encoder, which read the same input. Names and shapes in checkpoints do not change.
+encoder, which have the same input. Names and shapes in checkpoints do not change.
 """
 
 from typing import Any
@@ -25,17 +25,17 @@ def self_projections(layer: Any) -> list[Any]:
 
 
 def memory_projections(decoder: Any) -> dict[int, list[Any]]:
-    """k and v of the decoder's attentions to the encoder, by the encoder layer that they read.
+    """k and v of the decoder's cross-attentions, by the encoder layer that they attend to.
 
-    The key is -1, the encoder's output, for all of them; with layer-wise attention each has its own.
+    The key is -1, the encoder's output, for all layers; with layer-wise attention each layer has its own.
     """
-    found: dict[int, list[Any]] = {}
+    projections: dict[int, list[Any]] = {}
     for layer in layers_of(decoder):
         attention = getattr(layer, "encoder_attn", None)
         if attention is not None:
             memory = getattr(layer, "memory_index", -1)
-            found.setdefault(memory, []).extend([attention.k_proj, attention.v_proj])
-    return found
+            projections.setdefault(memory, []).extend([attention.k_proj, attention.v_proj])
+    return projections
 
 
 def _mark(name: str, projections: list[Any]) -> None:

@@ -3,7 +3,7 @@
 It computes the same function of the same parameters as the modules' forward (the reference in tests), with
 fewer and larger matrix products: one for q, k and v of a self-attention, one for k and v of all decoder
 layers' attentions to the encoder, and one pass of the output's feed-forward layer for both branches. Rows are
-N x C, see ``packed.py``; ``layers.py`` implements single layers.
+N x C, see ``batch.py``; ``layers.py`` implements single layers.
 """
 
 from typing import Any, NamedTuple
@@ -27,26 +27,36 @@ from surface_fusion.packed.parameter_groups import memory_projections
 
 
 class Encoded(NamedTuple):
-    """What the decoder reads: memories of M x C by number (-1: the encoder's output), and the surface."""
+    """The encoder's results for the decoder.
+
+    Attributes:
+        memories: what the decoder's layers attend to, M x C, by encoder layer; -1 is the encoder's output.
+        surface: the source embeddings, M x C, or pooled, slots x C.
+    """
 
     memories: dict[int, Tensor]
     surface: Tensor
 
 
 class Features(NamedTuple):
-    """What the output embedding projects: N x C, or N x 2 x C with the gate of the first, N or a number."""
+    """The input of the output embedding.
+
+    Attributes:
+        rows: N x C, or N x 2 x C.
+        gate: weight of the first branch of N x 2 x C: N, or a number.
+    """
 
     rows: Tensor
     gate: Tensor | float | None
 
 
 class PackedTransformer(PackedLayers):
-    """The forward of a model but for its output embedding.
+    """The forward of a model up to its output embedding.
 
     Args:
-        model: a :class:`surface_fusion.models.transformer_surface_fusion.SurfaceFusionModel` of which
-            :func:`~surface_fusion.packed.eligibility.why_not_packed` says None.
-        flat: what its parameters are views of.
+        model: a :class:`surface_fusion.models.transformer_surface_fusion.SurfaceFusionModel` for which
+            :func:`~surface_fusion.packed.eligibility.why_not_packed` returned None.
+        flat: its flat parameters.
     """
 
     def __init__(self, model: Any, flat: FlatParameters) -> None:
@@ -58,8 +68,8 @@ class PackedTransformer(PackedLayers):
     # Encoder
 
     def _embed(self, stack: Any, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """The scaled embeddings, and what the first layer reads but for dropout: N x C each."""
-        weight = self._of(stack.embed_tokens.weight)
+        """Return the scaled embeddings, and the first layer's input before dropout: N x C each."""
+        weight = self._param(stack.embed_tokens.weight)
         embed = stack.embed_scale * F.embedding(rows.tokens, weight, stack.padding_idx)
         x = embed
         if getattr(stack, "project_in_dim", None) is not None:
@@ -67,42 +77,48 @@ class PackedTransformer(PackedLayers):
         if stack.embed_positions is not None:
             if hasattr(stack.embed_positions, "weights"):
                 # Keep a reference: the module may replace its table by a longer one while graphs read it.
-                table = self._known.setdefault(id(stack), stack.embed_positions.weights)
+                table = self._cache.setdefault(id(stack), stack.embed_positions.weights)
             else:
-                table = self._of(stack.embed_positions.weight)
-            # Only rows that a capacity leaves over can lie behind the table.
-            places = (rows.positions + (stack.padding_idx + 1)).clamp(max=len(table) - 1)
-            x = x + F.embedding(places, table)
+                table = self._param(stack.embed_positions.weight)
+            # Only padding rows of a capacity can exceed the table.
+            indices = (rows.positions + (stack.padding_idx + 1)).clamp(max=len(table) - 1)
+            x = x + F.embedding(indices, table)
         if stack.layernorm_embedding is not None:
             x = self._norm(x, stack.layernorm_embedding)
         return embed, x
 
     def encode(self, rows: PackedRows) -> Encoded:
-        """Run the encoder on the source, which comes before the decoder: what both drop is drawn here."""
+        """Run the encoder on the source; also draws the dropout seeds of the following :meth:`decode`."""
         self._draw_seeds()
         stack = self.encoder
         embed, x = self._embed(stack, rows)
         surface = embed if self.cfg.surfacefusion and self.cfg.sf_no_posedemb else x
         if self.cfg.surfacefusion in ("mean", "max"):
-            surface = self._drop(self._pool(surface, rows), stack.dropout_module)
-            x = self._drop(x, stack.dropout_module)
+            surface = self._dropout(self._pool(surface, rows), stack.dropout_module)
+            x = self._dropout(x, stack.dropout_module)
         elif surface is x:
-            x = surface = self._drop(x, stack.dropout_module)
+            x = surface = self._dropout(x, stack.dropout_module)
         elif self._rate(stack.dropout_module) > 0:
-            mask = self._drop(torch.ones_like(x), stack.dropout_module)  # one for both
+            mask = self._dropout(torch.ones_like(x), stack.dropout_module)  # one mask for both
             x, surface = x * mask, surface * mask
-        stream = self._begin(x, stack)
+        stream = self._stack_input(x, stack)
         for i, layer in enumerate(layers_of(stack)):
-            x = self._self_attention(stream.read, layer, rows, causal=False)
+            x = self._self_attention(stream.input, layer, rows, causal=False)
             norm = layer.final_layer_norm if layer.normalize_before else layer.self_attn_layer_norm
             stream = stream.after(
                 *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
             )
             stream = self._feed_forward(stream, stack, i)
-        return Encoded(self._memories(embed, stream.states, stream.read), surface)
+        return Encoded(self._memories(embed, stream.states, stream.input), surface)
 
     def _memories(self, embed: Tensor, states: list[Tensor], out: Tensor) -> dict[int, Tensor]:
-        """What the decoder's layers read, from the embeddings, all states and the encoder's output."""
+        """Return what the decoder's layers attend to, by encoder layer.
+
+        Args:
+            embed: the embeddings.
+            states: input and outputs of the encoder's layers.
+            out: the encoder's output.
+        """
         fusion = getattr(self.encoder, "fusion", None)
         if fusion is None:
             return {**dict(enumerate(states[1:])), len(states) - 2: out, -1: out}
@@ -126,7 +142,7 @@ class PackedTransformer(PackedLayers):
             total = wide.new_zeros(slots, embed.shape[1]).index_add(0, rows.sentence, wide * keep)
             count = wide.new_zeros(slots, 1).index_add(0, rows.sentence, keep.to(wide))
             return (total / count.clamp(min=1)).to(embed.dtype)
-        # Each sentence ends in </s>, an id that the published maximum leaves out, which counts it as zero.
+        # Each sentence ends in </s>, which the published maximum excludes and counts as zero.
         least = 0.0 if published else torch.finfo(embed.dtype).min
         index = rows.sentence[:, None].expand_as(embed)
         highest = embed.new_full((slots, embed.shape[1]), least)
@@ -135,7 +151,7 @@ class PackedTransformer(PackedLayers):
     # Decoder
 
     def decode(self, batch: PackedBatch, encoded: Encoded) -> Features:
-        """Run the decoder on the target and fuse."""
+        """Run the decoder on the target, and surface fusion."""
         stack, rows = self.decoder, batch.tgt
         kv = {}
         for memory, projections in self._memory_projections.items():
@@ -143,25 +159,25 @@ class PackedTransformer(PackedLayers):
             both = self._linears(encoded.memories[memory], projections)
             kv[memory] = iter(both.view(len(both), len(projections), heads, -1).unbind(1))
         _, x = self._embed(stack, rows)
-        x = self._drop(x, stack.dropout_module)
-        stream = self._begin(x, stack)
+        x = self._dropout(x, stack.dropout_module)
+        stream = self._stack_input(x, stack)
         for i, layer in enumerate(layers_of(stack)):
             before = layer.normalize_before
-            x = self._self_attention(stream.read, layer, rows, causal=True)
+            x = self._self_attention(stream.input, layer, rows, causal=True)
             norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
             stream = stream.after(
                 *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
             )
 
             attention = layer.encoder_attn
-            q = self._linear(stream.read, attention.q_proj).view(len(x), attention.num_heads, -1)
+            q = self._linear(stream.input, attention.q_proj).view(len(x), attention.num_heads, -1)
             k, v = (next(kv[getattr(layer, "memory_index", -1)]) for _ in range(2))
             rate = self._rate(attention.dropout_module)
             x = attend(q, k, v, rows, batch.src, rate=rate, seed=self._seed()).flatten(1)
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
             stream = stream.after(*self._end_sublayer(x, attention.out_proj, stream.residual, norm, layer))
             stream = self._feed_forward(stream, stack, i)
-        x = stream.read
+        x = stream.input
         if stack.project_out_dim is not None:
             x = self._linear(x, stack.project_out_dim)
         if self.cfg.surfacefusion is None:
@@ -189,13 +205,13 @@ class PackedTransformer(PackedLayers):
         return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
 
     def _fuse(self, h: Tensor, r: Tensor) -> Features:
-        """As ``SurfaceFusionDecoder._head`` and ``_fuse``, on N x 2 x C."""
+        """Compute ``SurfaceFusionDecoder._head`` and ``_fuse`` on N x 2 x C."""
         cfg, decoder = self.cfg, self.decoder
         x = torch.stack([h, r], dim=1)
         if cfg.sf_ffn:
             rows = x.flatten(0, 1)
             hidden = self._hidden(rows, decoder, decoder.activation_dropout)
-            out = self._drop(self._linear(hidden, decoder.fc2), decoder.dropout_module)
+            out = self._dropout(self._linear(hidden, decoder.fc2), decoder.dropout_module)
             x = (rows + out).view(x.shape)
         if cfg.sf_linear:
             maps = decoder.tgt_out_dim, decoder.src_out_dim
@@ -204,7 +220,7 @@ class PackedTransformer(PackedLayers):
             return Features(x[:, 0] + cfg.mode.scale(cfg.sf_softmax_tau) * x[:, 1], None)
         gate: Tensor | float = cfg.sf_gate
         if cfg.learned_gate:
-            gate = torch.sigmoid(F.linear(x.flatten(1), self._of(decoder.meanmaxweight))).squeeze(1)
+            gate = torch.sigmoid(F.linear(x.flatten(1), self._param(decoder.meanmaxweight))).squeeze(1)
         if decoder.paired:
             return Features(x, gate)
         if isinstance(gate, Tensor):
@@ -212,13 +228,14 @@ class PackedTransformer(PackedLayers):
         return Features(gate * x[:, 0] + (1 - gate) * x[:, 1], None)
 
     def _draw_seeds(self) -> None:
+        """Draw the dropout seeds of all kernels at once."""
         self._seeds = None
         if use_kernels(self.flat.data) and self.training:
-            places = 3 * len(self.encoder.layers) + 5 * len(self.decoder.layers) + 1
-            draws = torch.randint(2**31 - 1, (places, 4), dtype=torch.int32, device=self.flat.data.device)
+            count = 3 * len(self.encoder.layers) + 5 * len(self.decoder.layers) + 1
+            draws = torch.randint(2**31 - 1, (count, 4), dtype=torch.int32, device=self.flat.data.device)
             self._seeds = iter(draws[:, 0].unbind())
 
     @property
     def output_embedding(self) -> Tensor:
         """V x C."""
-        return self._of(self.decoder.output_projection.weight)
+        return self._param(self.decoder.output_projection.weight)

@@ -1,4 +1,4 @@
-"""LayerDrop that keeps depth: which layers are dropped, and what stands in their place."""
+"""LayerDrop that keeps depth: which layers are dropped, and what replaces them."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ def test_names_of_parameters_are_those_of_fairseq() -> None:
     assert mine.p == 0.5
 
 
-def test_a_skipped_layer_passes_the_stream_on() -> None:
+def test_a_dropped_layer_returns_its_input() -> None:
     x = torch.randn(2, 3)
     assert skip_encoder_layer(x, encoder_padding_mask=None) is x
     out, attn, state = skip_decoder_layer(x, None, None, {}, self_attn_mask=None, need_attn=True)

@@ -1,4 +1,4 @@
-"""Layer-wise attention: decoder layer i reads encoder layer i, in full passes, step by step, everywhere."""
+"""Layer-wise attention: decoder layer i attends to encoder layer i, in full passes and step by step."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor
 
-from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, side_by_side
+from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, concatenate_layers
 from tests.helpers.tiny import PAD, assert_incremental_equals_full, batch, build, gradients, log_probs, shaken
 
 FLAG = "--layer-wise-attention"
@@ -52,7 +52,7 @@ def test_each_decoder_layer_attends_to_its_encoder_layer(flags: tuple[str, ...])
             self_attn_padding_mask=padding,
         )
         torch.testing.assert_close(streams[i + 1], expected, atol=2e-6, rtol=1e-5)
-    if not flags:  # and the layers' outputs do differ
+    if not flags:  # the layers' outputs differ
         assert all((memory[0] - m).abs().max() > 0.1 for m in memory[1:])
 
 
@@ -83,9 +83,9 @@ def test_activation_checkpointing_changes_no_gradient(flags: tuple[str, ...], ex
 def test_without_cross_attention(flags: tuple[str, ...]) -> None:
     model = shaken(FLAG, *DEPTH, *flags)
     assert_incremental_equals_full(model)
-    sample, other = batch(), batch()
-    other["net_input"]["src_tokens"][:, -2] = 9
-    differs = not torch.equal(log_probs(model, other), log_probs(model, sample))
+    sample, changed = batch(), batch()
+    changed["net_input"]["src_tokens"][:, -2] = 9
+    differs = not torch.equal(log_probs(model, changed), log_probs(model, sample))
     assert differs == ("--cross-self-attention" in flags)
 
 
@@ -103,7 +103,7 @@ def test_parameters_are_those_of_a_plain_transformer() -> None:
     }
 
 
-def test_all_hidden_states_are_still_handed_out() -> None:
+def test_all_hidden_states_are_still_returned() -> None:
     model = shaken(FLAG, *DEPTH)
     net = batch()["net_input"]
     out = model.encoder(net["src_tokens"], net["src_lengths"], return_all_hiddens=True)
@@ -111,9 +111,9 @@ def test_all_hidden_states_are_still_handed_out() -> None:
     assert model.encoder(net["src_tokens"], net["src_lengths"])["encoder_states"] == []
 
 
-def test_side_by_side() -> None:
+def test_concatenate_layers() -> None:
     states = [torch.full((2, 1, 3), float(i)) for i in range(4)]
-    memory = side_by_side(states, torch.full((2, 1, 3), 9.0))
+    memory = concatenate_layers(states, torch.full((2, 1, 3), 9.0))
     assert memory[0, 0].tolist() == [1.0] * 3 + [2.0] * 3 + [9.0] * 3
 
 

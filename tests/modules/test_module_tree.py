@@ -1,4 +1,4 @@
-"""A model's modules are found anew whenever one is added, replaced or removed."""
+"""The cached modules are updated whenever a module is added, replaced or removed."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Counter(nn.Module):
 
 
 class Calls(nn.Linear):
-    """A module that wants to know of each call of ``train``."""
+    """A module that counts the calls of ``train``."""
 
     def train(self, mode: bool = True) -> "Calls":
         return super().train(mode)
@@ -42,7 +42,7 @@ def test_a_model_is_in_a_mode_if_all_its_modules_are(root: Any) -> None:
     assert tree.in_mode(root, False)
 
 
-def test_modules_that_come_and_go_are_noticed(root: Any) -> None:
+def test_added_and_removed_modules_are_noticed(root: Any) -> None:
     tree = ModuleTree()
     root.eval()
     assert tree.in_mode(root, False)
@@ -53,7 +53,7 @@ def test_modules_that_come_and_go_are_noticed(root: Any) -> None:
     assert not tree.in_mode(root, False)
     del root[2].inner
     assert tree.in_mode(root, False)
-    root[0]._modules["0"] = nn.Linear(2, 2)  # past all hooks of torch
+    root[0]._modules["0"] = nn.Linear(2, 2)  # without any hook of torch
     assert not tree.in_mode(root, False)
     root[0]._modules["0"] = None
     assert tree.in_mode(root, False)
@@ -65,7 +65,7 @@ def test_another_root_is_another_tree(root: Any) -> None:
     assert not tree.in_mode(nn.Sequential(nn.Dropout().eval()), True)
 
 
-def test_a_module_with_a_train_of_its_own_is_always_asked(root: Any) -> None:
+def test_a_module_that_overrides_train_is_always_called(root: Any) -> None:
     root.append(Calls(2, 2))
     assert not ModuleTree().in_mode(root, True)
     assert ModuleTree(Calls.train).in_mode(root, True)

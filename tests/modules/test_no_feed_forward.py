@@ -1,4 +1,4 @@
-"""Layers without feed-forward sublayer are attention alone, and decode token by token like others."""
+"""Layers without feed-forward sublayer, in full passes and token by token."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
 
 
 def muted(model: Any, stack: str) -> Any:
-    """With feed-forward sublayers that add nothing: the oracle, where layers are pre-norm."""
+    """The oracle for pre-norm layers: feed-forward sublayers that add zero."""
     for layer in getattr(model, stack).layers:
         for parameter in layer.fc2.parameters():
             torch.nn.init.zeros_(parameter)
@@ -20,7 +20,7 @@ def muted(model: Any, stack: str) -> Any:
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("surface", [(), ("--surfacefusion", "att", "--sf-gate", "0.8")], ids=str)
-def test_nothing_is_added(stack: str, surface: tuple[str, ...]) -> None:
+def test_equals_a_feed_forward_that_adds_zero(stack: str, surface: tuple[str, ...]) -> None:
     full = muted(shaken(*PRE_NORM, SHARED, *surface), stack)
     bare = shaken(f"--no-{stack}-fnn", *PRE_NORM, SHARED, *surface)
     gone = {f"{stack}.layers.{i}.{name}" for i in range(2) for name in ("fc1", "fc2", "final_layer_norm")}

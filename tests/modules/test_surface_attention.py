@@ -35,7 +35,7 @@ def inputs(embed_dim: int, source_dim: int, tgt_len: int = 5, seed: int = 0) -> 
 
 
 def oracle(module: SurfaceAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The equation, sentence by sentence, head by head, over real tokens alone."""
+    """The equation, sentence by sentence, head by head, over the tokens without padding."""
     heads, rows = module.num_heads, []
     for b in range(value.shape[0]):
         real = ~mask[b]
@@ -144,10 +144,10 @@ def test_cached_steps_equal_one_pass(sizes: tuple[int, int, int]) -> None:
     for step in range(len(query)):
         out = module(query[step : step + 1], key, value, mask, state)
         torch.testing.assert_close(out[:, 0], full[:, step], atol=1e-12, rtol=0)
-        key, value = key + 1, value - 1  # from the second step on they are not looked at
+        key, value = key + 1, value - 1  # not read from the second step on
 
 
-def test_the_cache_follows_the_hypotheses_and_shrinks_with_the_batch() -> None:
+def test_the_cache_is_reordered_with_the_beams_and_shrinks_with_the_batch() -> None:
     module = attention(8, 6, 4)
     query, key, value, mask = inputs(8, 6)
     full = module(query, key, value, mask)
@@ -167,7 +167,7 @@ def test_reordering_an_empty_state_is_harmless() -> None:
     assert state == {}
 
 
-def test_two_modules_keep_their_caches_apart() -> None:
+def test_two_modules_have_separate_caches() -> None:
     first, second = attention(8, 8, 1), attention(8, 8, 1)
     args = inputs(8, 8)
     state: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def test_dropout_acts_on_the_weights_in_training_only() -> None:
 
 
 def test_dropout_can_be_retained_after_training() -> None:
-    """What ``fairseq-generate --retain-dropout`` asks of every dropout."""
+    """As ``fairseq-generate --retain-dropout`` does."""
     module = attention(8, 8, 1, dropout=0.5)
     args = inputs(8, 8)
     assert torch.equal(module(*args), module(*args))
@@ -234,7 +234,7 @@ def test_parameter_count() -> None:
 
 
 @pytest.mark.parametrize(("embed_dim", "source_dim", "heads"), SIZES)
-def test_weights_are_those_that_the_values_are_read_by(embed_dim: int, source_dim: int, heads: int) -> None:
+def test_weights_times_values_are_the_output(embed_dim: int, source_dim: int, heads: int) -> None:
     module = attention(embed_dim, source_dim, heads)
     query, key, value, mask = inputs(embed_dim, source_dim)
     weights = module.weights(query, key, mask).double()

@@ -1,4 +1,4 @@
-"""Whole words are dropped, in training only, on either side; nothing else of the source changes."""
+"""Word dropout drops whole words, in training only, on either side."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_rows_are_dropped_whole() -> None:
     assert out.eq(0).float().mean().item() == pytest.approx(0.2, abs=0.02)
 
 
-def test_evaluation_is_without() -> None:
+def test_evaluation_drops_nothing() -> None:
     x = torch.randn(3, 4)
     assert WordDropout(0.9).eval()(x) is x
 
@@ -58,14 +58,14 @@ def test_the_surface_loses_the_word_too() -> None:
     assert 0 < dropped.sum() < net["src_tokens"].ne(PAD).sum()
 
 
-def test_training_goes_by_the_modules() -> None:
+def test_training_uses_the_modules() -> None:
     model, _ = build("--target-word-dropout", "0.3", SHARED)
     flat = FlatParameters.of(model.parameters())
     assert flat is not None and why_not_packed(model) == "word dropout"
 
 
 @pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=str)
-def test_a_model_that_was_trained_so_decodes(plain: tuple[str, ...]) -> None:
+def test_a_model_trained_with_word_dropout_decodes(plain: tuple[str, ...]) -> None:
     """The fast path looked for a matrix where target words are dropped."""
     model = shaken("--target-word-dropout", "0.1", SHARED, *plain)
     assert (why_not_fast(model.decoder) is None) == (not plain)

@@ -1,16 +1,15 @@
 """The fused kernel against the formula, and the formula against numbers."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from surface_fusion.ops.adam import fused_adam, plain_adam
+from surface_fusion.ops.adam import AdamOptions, fused_adam, plain_adam
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
+OPTIONS = AdamOptions(lr=0.01, betas=(0.9, 0.98), eps=1e-3, weight_decay=0.1)
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +25,7 @@ def gradient(step: int, like: Tensor) -> Tensor:
 
 def test_one_number_by_hand() -> None:
     weights, exp_avg, exp_avg_sq = (torch.tensor([x], dtype=torch.float64) for x in (2.0, 0.5, 0.25))
-    plain_adam(weights, torch.tensor([3.0], dtype=torch.float64), exp_avg, exp_avg_sq, 2, **SETTINGS)
+    plain_adam(weights, torch.tensor([3.0], dtype=torch.float64), exp_avg, exp_avg_sq, 2, OPTIONS)
     m, v = 0.9 * 0.5 + 0.1 * 3, 0.98 * 0.25 + 0.02 * 9
     assert exp_avg.item() == pytest.approx(m) and exp_avg_sq.item() == pytest.approx(v)
     step = 0.01 * math.sqrt(1 - 0.98**2) / (1 - 0.9**2) * m / (math.sqrt(v) + 1e-3)
@@ -38,7 +37,7 @@ def test_the_fused_kernel_equals_the_formula(dtype: torch.dtype, tolerance: floa
     ours, theirs = tensors(dtype), tensors(dtype)
     for step in range(1, 50):
         grad = gradient(step, ours[0])
-        plain_adam(ours[0], grad, *ours[1:], step, **SETTINGS)
-        fused_adam(theirs[0], grad, *theirs[1:], step, **SETTINGS)
+        plain_adam(ours[0], grad, *ours[1:], step, OPTIONS)
+        fused_adam(theirs[0], grad, *theirs[1:], step, OPTIONS)
     for plain, fused in zip(ours, theirs, strict=True):
         torch.testing.assert_close(plain, fused, rtol=tolerance, atol=tolerance)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surface_fusion.decoding.step import _attend
 from surface_fusion.ops.backend import INTERPRETED
+from surface_fusion.ops.beam_attention import beam_attention
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,
@@ -48,6 +48,6 @@ def test_equals_torch(heads: int, beam: int, dim: int, dtype: torch.dtype, writt
     expected = F.scaled_dot_product_attention(query.float(), *pair, attn_mask=mask).transpose(1, 2).flatten(2)
     drawn[..., readable:, :] = torch.nan
     last = torch.tensor([2**20 if written is None else written - 1], device=DEVICE)
-    got = _attend(query, *drawn, bias, last)
+    got = beam_attention(query, *drawn, bias, last)
     assert got.dtype == dtype and got.shape == (sentences, beam, heads * dim)
     torch.testing.assert_close(got.float(), expected, rtol=0, atol=TOLERANCE[dtype])

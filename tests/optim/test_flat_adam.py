@@ -24,7 +24,7 @@ from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import USER_DIR
 
 BETAS = (0.9, 0.98)
-HERE = "cuda" if torch.cuda.is_available() else "cpu"  # where fairseq clips, whatever it is given
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # fairseq clips on the GPU if there is one
 CFG = {
     "_name": "flat_adam",
     "adam_betas": str(BETAS),
@@ -41,7 +41,7 @@ def network(dtype: torch.dtype = torch.float32, grouped: bool = False) -> nn.Seq
     if grouped:  # another layout
         model[0].bias.flat_group = ("biases", 1)  # type: ignore[attr-defined]
         model[3].bias.flat_group = ("biases", 0)  # type: ignore[attr-defined]
-    return model.to(HERE, dtype)
+    return model.to(DEVICE, dtype)
 
 
 def build(model: nn.Module, **cfg: Any) -> FlatAdam:
@@ -97,9 +97,9 @@ def update(optimizer: Any, model: nn.Module, step: int, max_norm: float = 0.0, s
     return norm
 
 
-def assert_same_parameters(one: nn.Module, other: nn.Module) -> None:
-    for name, param in one.named_parameters():
-        assert param.equal(other.get_parameter(name)), name
+def assert_same_parameters(first: nn.Module, second: nn.Module) -> None:
+    for name, param in first.named_parameters():
+        assert param.equal(second.get_parameter(name)), name
 
 
 # The formula
@@ -126,8 +126,8 @@ def test_fifty_updates_equal_fairseqs_adam(
         adam.param_groups[0]["lr"] = 0.01 / (1 + step % 7)
         adam.step()
         adam.zero_grad()
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+        for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param, reference, rtol=rtol, atol=rtol)
 
 
 def test_gaps_stay_zero() -> None:
@@ -176,7 +176,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     optimizer = build(model)
 
     def loss() -> Tensor:
-        value = model(torch.ones(2, 5, device=HERE)).square().sum()
+        value = model(torch.ones(2, 5, device=DEVICE)).square().sum()
         value.backward()
         return value
 
@@ -217,7 +217,7 @@ def test_bad_betas(given: Any) -> None:
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
 @pytest.mark.parametrize("wrapper", [MemoryEfficientFP16Optimizer, FP16Optimizer])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_adam_on_fp32_weights(
+def test_half_precision_equals_adam_on_fp32_weights(
     dtype: torch.dtype, wrapper: Any, plain: bool, max_norm: float
 ) -> None:
     """Also that the loss scale, which grows every five updates here, is divided out."""
@@ -245,7 +245,7 @@ def test_half_precision_is_adam_on_fp32_weights(
 
 
 def test_small_gradients_of_half_precision_are_not_rounded_away() -> None:
-    """A gradient times its factor may lie below what fp16 can hold."""
+    """A gradient times its factor may be smaller than the smallest fp16 number."""
     model = network(torch.float16)
     optimizer = build(model, adam_eps=1e-12, weight_decay=0.0)
     before = model[0].weight.detach().clone()
@@ -257,7 +257,7 @@ def test_small_gradients_of_half_precision_are_not_rounded_away() -> None:
 
 @pytest.mark.parametrize("wrapper", [MemoryEfficientFP16Optimizer, FP16Optimizer])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_overflow_is_noticed_and_forgotten(wrapper: Any, bad: float) -> None:
+def test_an_update_is_skipped_on_overflow(wrapper: Any, bad: float) -> None:
     models = [network(torch.float16), network(torch.float16)]
     optimizers = [wrapped(wrapper, model) for model in models]
     for optimizer in optimizers:
@@ -291,7 +291,7 @@ def test_a_checkpoint_loaded_before_the_first_step_is_what_is_trained() -> None:
 
 
 def stored(state: dict[str, Any]) -> dict[str, Any]:
-    """*state* after fairseq's way of saving and loading a checkpoint."""
+    """*state* after fairseq's saving and loading of a checkpoint."""
     file = io.BytesIO()
     torch.save(utils.move_to_cpu(state), file)
     file.seek(0)
@@ -330,9 +330,9 @@ def test_state_before_the_first_step() -> None:
     optimizer = build(network())
     state = stored(optimizer.state_dict())
     assert state["state"] == {} and state["param_groups"][0]["params"] == list(range(6))
-    other = network()
-    resumed = build(other)
-    update(resumed, other, 0)
+    model = network()
+    resumed = build(model)
+    update(resumed, model, 0)
     resumed.load_state_dict(state)
     assert resumed.state_dict()["state"] == {}
 
@@ -346,7 +346,7 @@ def test_hyperparameters_are_the_checkpoints_unless_overridden() -> None:
     assert optimizer.get_lr() == 0.25 and len(group["params"]) == 6
 
 
-def test_the_state_of_fairseqs_adam_is_taken() -> None:
+def test_the_state_of_fairseqs_adam_is_loaded() -> None:
     model, expected = network(), network()
     adam = Adam(expected.parameters(), 0.01, BETAS, eps=1e-3, weight_decay=0.1)
     give(expected, gradients(expected, 0))
@@ -358,8 +358,8 @@ def test_the_state_of_fairseqs_adam_is_taken() -> None:
         grads_of.zero_grad()
         give(grads_of, gradients(grads_of, 1))
         take()
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param, reference, rtol=1e-6, atol=1e-7)
 
 
 def other_states() -> dict[str, dict[str, Any]]:
@@ -391,18 +391,18 @@ def test_the_state_of_another_training_is_refused(kind: str) -> None:
 
 
 def test_local_gradients_are_averaged_and_others_left_to_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over fairseq's data-parallel group; the average itself is tested in fast/test_flat.py."""
+    """Over fairseq's data-parallel group; see also packed/test_flat_parameters.py."""
     model = network()
     optimizer = build(model)
-    asked: list[str] = []
-    module = Namespace(all_reduce_grads=lambda: asked.append("wrapper"))
-    monkeypatch.setattr(optimizer.flat, "average_grads", asked.append)
+    averaged_by: list[str] = []
+    module = Namespace(all_reduce_grads=lambda: averaged_by.append("wrapper"))
+    monkeypatch.setattr(optimizer.flat, "average_grads", averaged_by.append)
     monkeypatch.setattr("surface_fusion.optim.flat_adam.get_data_parallel_group", lambda: "group")
     for initialised, local_only in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda value=initialised: value)
         optimizer.flat.local_only = local_only
         optimizer.all_reduce_grads(module)
-    assert asked == ["wrapper", "wrapper", "group"]
+    assert averaged_by == ["wrapper", "wrapper", "group"]
     optimizer.zero_grad()
     assert not optimizer.flat.local_only
 
@@ -447,7 +447,7 @@ def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], 
     [
         0.0,
         pytest.param(
-            1.0, marks=pytest.mark.skipif(HERE == "cuda", reason="fairseq clips with a CUDA factor")
+            1.0, marks=pytest.mark.skipif(DEVICE == "cuda", reason="fairseq clips with a CUDA factor")
         ),
     ],
 )
@@ -489,7 +489,7 @@ def test_interrupted_and_resumed_is_uninterrupted(data: Path, tmp_path: Path) ->
             assert state[name].equal(parts["last_optimizer_state"]["state"][number][name])
 
 
-def test_the_state_of_another_model_is_answered_with_the_remedy(data: Path, tmp_path: Path) -> None:
+def test_the_error_for_the_state_of_another_model_names_the_flag(data: Path, tmp_path: Path) -> None:
     """Also where the model itself loads."""
     argv = ["train", data, *TRAIN, "--optimizer", "flat_adam", "--disable-validation", "--save-dir", tmp_path]
     assert main(list(map(str, (*argv, "--max-update", 1)))) == 0
@@ -522,12 +522,12 @@ def test_a_gpu_gives_the_cpus_numbers(dtype: torch.dtype) -> None:
         for step in range(10):
             norm = update(optimizer, model, step, 0.5)
             assert norm.device.type == "cpu" and norm.dtype == torch.float32
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one, other.cpu(), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(first, second.cpu(), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @needs_gpu
-def test_nothing_but_the_norm_waits_for_the_gpu() -> None:
+def test_only_the_norm_synchronises_with_the_gpu() -> None:
     model = network(torch.float16).cuda()
     optimizer = wrapped(MemoryEfficientFP16Optimizer, model)
     grads = gradients(model, 0)
@@ -555,5 +555,5 @@ def test_fairseqs_fp16_optimizer_with_one_flat_parameter() -> None:
     for step in range(10):
         for optimizer, model in zip(optimizers, models, strict=True):
             update(optimizer, model, step, 0.5, 128)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surface_fusion.ops.packed_rows import PackedRows
-from surface_fusion.packed.batch import SPARE, Capacity, PackedBatch, capacity_for, pack, pack_static
+from surface_fusion.packed.batch import (
+    PAD_SENTENCES,
+    Capacity,
+    PackedBatch,
+    capacity_for,
+    pack,
+    pack_static,
+)
 from tests.helpers.tiny import PAD, pad_rows
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
@@ -64,8 +71,8 @@ def assert_rows(rows: PackedRows, sentences: list[Tensor]) -> None:
     assert rows.tokens[:n].equal(torch.cat(sentences))
     assert rows.sentence[:n].tolist() == [i for i, s in enumerate(sentences) for _ in s]
     assert rows.positions[:n].tolist() == [j for s in sentences for j in range(len(s))]
-    ends = accumulate(map(len, sentences), initial=0)
-    assert rows.starts[: len(sentences) + 1].tolist() == list(ends)
+    starts = accumulate(map(len, sentences), initial=0)
+    assert rows.starts[: len(sentences) + 1].tolist() == list(starts)
 
 
 @settings(deadline=None)
@@ -92,48 +99,48 @@ def test_static_shapes_start_with_the_same_rows(batch: Batch, src: int, tgt: int
     assert packed.target[:n].equal(torch.cat(batch.target))
     assert len(packed.target) == capacity.tgt and packed.target[n:].eq(PAD).all()
     for rows, size in ((packed.src, capacity.src), (packed.tgt, capacity.tgt)):
-        assert len(rows.starts) == capacity.padded + SPARE + 1
+        assert len(rows.starts) == capacity.padded + PAD_SENTENCES + 1
         for x in (rows.tokens, rows.sentence, rows.positions):
             assert len(x) == size and x.dtype == torch.int64
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches, st.integers(0, 200))
-def test_what_is_left_over_is_spare_sentences_of_nearly_one_length(batch: Batch, more: int) -> None:
+def test_the_remaining_rows_are_padding_sentences_of_nearly_one_length(batch: Batch, more: int) -> None:
     own, sentences = batch.capacity, batch.shape[0]
     packed = batch.packed_static(Capacity(own.src + more, own.tgt + more, own.padded))
     for rows, n in ((packed.src, batch.src), (packed.tgt, batch.prev)):
         start = sum(map(len, n))
         assert rows.tokens[start:].eq(PAD).all()
         lengths = rows.starts.diff()
-        spare = lengths[sentences : sentences + SPARE]
-        assert spare.sum() == len(rows.tokens) - start
-        assert spare.min() >= 1 and spare.max() - spare.min() <= 1
-        assert lengths[sentences + SPARE :].eq(0).all() and rows.starts[-1] == len(rows.tokens)
+        padding = lengths[sentences : sentences + PAD_SENTENCES]
+        assert padding.sum() == len(rows.tokens) - start
+        assert padding.min() >= 1 and padding.max() - padding.min() <= 1
+        assert lengths[sentences + PAD_SENTENCES :].eq(0).all() and rows.starts[-1] == len(rows.tokens)
         assert rows.sentence.equal(torch.arange(len(lengths)).repeat_interleave(lengths))
         assert rows.positions.equal(torch.arange(len(rows.tokens)) - rows.starts[rows.sentence])
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 300), st.integers(1, 300), st.floats(0, 1))
-def test_a_capacity_holds_its_batch_and_wastes_little(
+def test_a_capacity_covers_its_batch_with_little_excess(
     sentences: int, src_width: int, tgt_width: int, full: float
 ) -> None:
     tgt_rows = max(round(full * sentences * tgt_width), sentences)
     capacity = capacity_for(sentences, src_width, tgt_width, tgt_rows)
     padded = sentences * max(src_width, tgt_width)
-    assert capacity.src >= sentences * src_width + SPARE
-    assert capacity.tgt >= tgt_rows + SPARE
+    assert capacity.src >= sentences * src_width + PAD_SENTENCES
+    assert capacity.tgt >= tgt_rows + PAD_SENTENCES
     assert capacity.padded >= padded
     step = padded / 16 + 64
-    assert capacity.src < sentences * src_width + SPARE + step
-    assert capacity.tgt < tgt_rows + SPARE + step
+    assert capacity.src < sentences * src_width + PAD_SENTENCES + step
+    assert capacity.tgt < tgt_rows + PAD_SENTENCES + step
     assert capacity.padded < padded + 1024
     assert capacity.covers(capacity)
 
 
 @pytest.mark.parametrize("smaller", ["src", "tgt", "padded"])
-def test_a_capacity_holds_what_is_no_larger_in_anything(smaller: str) -> None:
+def test_a_capacity_covers_what_is_not_larger_in_any_size(smaller: str) -> None:
     sizes = {"src": 128, "tgt": 192, "padded": 1024}
     capacity, less = Capacity(**sizes), Capacity(**sizes | {smaller: sizes[smaller] - 1})
     assert capacity.covers(capacity) and capacity.covers(less) and not less.covers(capacity)

@@ -1,4 +1,4 @@
-"""Which models the fast paths take, and the reason that the log gives for the others."""
+"""Which models the fast paths support, and the reasons in the log for the others."""
 
 import copy
 from pathlib import Path
@@ -38,7 +38,7 @@ def flat_model(*flags: str, **kwargs: Any) -> Any:
         (*HARD, "--encoder-learned-pos", "--layernorm-embedding", "--encoder-normalize-before"),
     ],
 )
-def test_taken(flags: tuple[str, ...]) -> None:
+def test_supported(flags: tuple[str, ...]) -> None:
     model = flat_model(*flags)
     assert why_not_fused(model) is None
     assert why_not_packed(model) is None
@@ -53,7 +53,7 @@ def test_taken(flags: tuple[str, ...]) -> None:
         (("--adaptive-softmax-cutoff", "20"), "--adaptive-softmax-cutoff"),
     ],
 )
-def test_not_even_the_loss(flags: tuple[str, ...], reason: str) -> None:
+def test_neither_layers_nor_loss(flags: tuple[str, ...], reason: str) -> None:
     assert why_not_fused(build(*flags)[0]) == reason
 
 
@@ -102,7 +102,7 @@ def test_frozen_parameters() -> None:
 
 
 @pytest.mark.parametrize("part", ["attn_ln", "c_attn", "ffn_layernorm", "w_resid"])
-def test_a_layer_with_more_to_it(part: str) -> None:
+def test_a_layer_with_additional_parts(part: str) -> None:
     """fairseq has these without a flag on the command line."""
     model = flat_model(*HARD)
     setattr(model.decoder.layers[1], part, nn.LayerNorm(16, elementwise_affine=False))
@@ -110,20 +110,20 @@ def test_a_layer_with_more_to_it(part: str) -> None:
 
 
 def test_a_copied_model() -> None:
-    """Its parameters do not lie side by side."""
+    """Its parameters are not grouped."""
     model = copy.deepcopy(build(*HARD)[0])
     flat = FlatParameters.of(model.parameters())
     assert flat.contains(model.parameters())
     assert why_not_packed(model) == "parameters that are copies"
 
 
-def test_a_layer_of_another_kind() -> None:
+def test_a_layer_of_another_class() -> None:
     model = flat_model(*HARD)
     model.encoder.layers[1].__class__ = type("OtherLayer", (type(model.encoder.layers[1]),), {})
     assert why_not_packed(model) == "a layer of type OtherLayer"
 
 
-def test_wrappers_are_looked_through_but_sharding_is_not() -> None:
+def test_distributed_wrappers_are_unwrapped_but_not_sharding() -> None:
     model = flat_model(*HARD)
     wrapped = ModuleProxyWrapper(LegacyDistributedDataParallel(model, process_group=object()))
     assert unwrapped(wrapped) is model and unwrapped(model) is model
@@ -140,7 +140,7 @@ def test_wrappers_are_looked_through_but_sharding_is_not() -> None:
 
 
 class OnGpu:
-    """A weight that says that it is on a GPU."""
+    """A weight with ``is_cuda``."""
 
     is_cuda, dtype = True, torch.float16
 
@@ -153,7 +153,7 @@ class OnGpu:
         (True, 15, "heads of more than 15 channels"),  # the surface attention's one head
     ],
 )
-def test_what_only_the_kernels_can_do(
+def test_limits_of_the_kernels(
     triton: bool, widest: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = flat_model(*HARD)

@@ -1,4 +1,4 @@
-"""Which parameters lie side by side, and that nobody who loads or saves them can tell."""
+"""Which parameters are grouped, and that names and shapes in checkpoints stay the same."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_projections_of_the_same_rows_are_one_matrix(flags: tuple[str, ...]) -> 
     params = dict(model.named_parameters())
 
     def stacked(group: str, *names: str) -> None:
-        """The group is these parameters one above the other, gradients too."""
+        """The group is these parameters stacked, and so are the gradients."""
         for kind in ("weight", "bias"):
             members = [params[f"{name}.{kind}"] for name in names]
             for member in members:
@@ -47,7 +47,7 @@ def test_projections_of_the_same_rows_are_one_matrix(flags: tuple[str, ...]) -> 
     assert all(after[name].equal(x) for name, x in before.items())
 
 
-def test_what_reads_other_rows_is_left_alone() -> None:
+def test_projections_of_other_rows_are_not_grouped() -> None:
     model, _ = build(*ATT)
     grouped = {name for name, p in model.named_parameters() if hasattr(p, "flat_group")}
     assert all(".self_attn." in n or "encoder_attn.k" in n or "encoder_attn.v" in n for n in grouped)

@@ -1,4 +1,4 @@
-"""A training step on packed rows: gradients in the flat buffer, and graphs that fit their batches."""
+"""A training step on packed rows: gradients in the flat buffer, and CUDA graphs."""
 
 import gc
 from typing import Any
@@ -67,7 +67,7 @@ def test_backward_adds_to_the_flat_buffer(model: Any) -> None:
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_processes_average_the_gradient_behind_the_last_backward(
+def test_processes_average_the_gradient_after_the_last_backward(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shaken(*HARD, "--encoder-normalize-before").to(DTYPE).train()
@@ -84,7 +84,7 @@ def test_processes_average_the_gradient_behind_the_last_backward(
 
 
 def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
-    """fairseq's dummy batches: ``loss *= 0``, in place, then backward as all other processes."""
+    """fairseq's dummy batches: ``loss *= 0``, in place, then backward as in the other processes."""
     step = step_of(model)
     step.packed.flat.zero_grad()
     loss = step.train(SAMPLES[0]).loss
@@ -113,12 +113,12 @@ def test_ignored_prefix(model: Any) -> None:
     torch.testing.assert_close(step_of(model, 2).train(sample).loss, expected, rtol=1e-6, atol=0)
 
 
-def test_activations_are_let_go_of_by_backward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_frees_the_activations(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(model)
     losses, backward = step.forward(module.pack(*tokens_of(SAMPLES[0]), step.padding_idx))
     assert not any(x.requires_grad for x in losses)
     backward(torch.ones_like(losses.loss))
-    with pytest.raises(IndexError):  # nothing is kept for another
+    with pytest.raises(IndexError):  # the graph is freed
         backward(torch.ones_like(losses.loss))
 
 
@@ -149,10 +149,10 @@ MODELS = {
     [("cpu", torch.float32), *(pytest.param("cuda", dtype, marks=needs_gpu) for dtype in TOLERANCE)],
     ids=str,
 )
-def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
+def test_several_batches_equal_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
     """On a GPU the second and third take the first one's graph.
 
-    Of the weights that the step has: what rounding them to *dtype* changes is not the step's error.
+    The reference has the weights rounded to *dtype*, so that their rounding is not counted as an error.
     """
     lengths = [((9, 14, 6) * 20, (8, 12, 11) * 20), ((5, 7, 3) * 20, (6, 4, 5) * 20), ((9,) * 30, (13,) * 30)]
     model = shaken(*MODELS[name]).train()
@@ -181,7 +181,7 @@ def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: 
 
 
 @needs_gpu
-def test_graphs_drop_anew_each_step_and_alike_under_one_seed() -> None:
+def test_graphs_draw_new_dropout_masks_that_follow_the_seed() -> None:
     model = shaken(*HARD, "--dropout", "0.3", "--attention-dropout", "0.3").cuda().train()
     step = step_of(model)
     sample = moved(SAMPLES[0], "cuda")

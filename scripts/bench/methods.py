@@ -34,14 +34,14 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 from steady import be_quiet, build, forget, rates, training_data
 
-from surface_fusion.config.encoder_fusion import NAMES
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.scoring import score_text
 
 METHODS: dict[str, tuple[str, ...]] = {
     "vanilla": (),
     "surface-hard": ("--surfacefusion", "att", "--sf-mode", "hard", "--sf-gate", "0.8"),
     "surface-soft": ("--surfacefusion", "att", "--sf-mode", "soft"),
-    **{name: ("--encoder-fusion", name) for name in NAMES},
+    **{name: ("--encoder-fusion", name) for name in methods()},
 }
 """``extra-layers`` is the 7-layer encoder. Layer attention reads the embedding layer too, as in the paper."""
 for _name in ("transparent", "fine-grained"):

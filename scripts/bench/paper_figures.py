@@ -26,7 +26,7 @@ from surface_fusion.analysis.ablation import ablate, change, subword_marks
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
-from surface_fusion.encoder_fusion.transparent import LayerAttention
+from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.errors import SurfaceFusionError
 
 LAYERS = ("Emb", "1", "2", "3", "4", "5", "6")

@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
-from surface_fusion.encoder_fusion.base import EncoderFusion
-from surface_fusion.encoder_fusion.transparent import LayerAttention
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.encoder_fusion import LayerAttention, methods
+from surface_fusion.encoder_fusion.registry import inapplicable
 from surface_fusion.scoring import Score, score_text
 
 
@@ -88,15 +87,9 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]
         SurfaceFusionError: the model's fusion cannot leave a layer out.
     """
     fusion = getattr(loaded.model.encoder, "fusion", None)
-    possible = isinstance(fusion, LayerAttention) or (
-        isinstance(fusion, EncoderFusion) and fusion.silenceable
-    )
-    if not possible:
-        method = loaded.setting("encoder_fusion")
-        raise SurfaceFusionError(
-            ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
-            + " that can leave out a layer; transparent, fine-grained, average, concat and representation can"
-        )
+    if fusion is None or not fusion.silenceable:
+        able = (name for name, method in methods().items() if method.silenceable)
+        raise inapplicable(loaded.setting("encoder_fusion"), "can leave out a layer", able, "can")
     states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
     first = loaded.encoder_layers - states + 1
     found = []

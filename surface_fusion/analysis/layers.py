@@ -1,14 +1,9 @@
 """Weights of the encoder layers in a fusion: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
 
-* transparent, fine-grained: the weights w^{m,n} of decoder layer m, over channels the mean, as in the figure;
-* dlcl: the rows W^{l+1} of encoder and decoder;
-* dwatt: the weights of the layers, over the positions of the data the mean;
-* representation: the weights w_n likewise;
-* concat, routing: the share of ||W_n|| (Frobenius) in the sum over n;
-* average: 1/N.
+``layer_shares`` of the method defines them. Where they depend on the position, their mean over the data is
+drawn.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +12,8 @@ from torch import Tensor
 
 from surface_fusion.analysis.figures import heat_map, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
-from surface_fusion.encoder_fusion.average import Average
-from surface_fusion.encoder_fusion.concat import Concat
-from surface_fusion.encoder_fusion.dlcl import DLCL
-from surface_fusion.encoder_fusion.dwatt import DWAtt
-from surface_fusion.encoder_fusion.representation import Representation
-from surface_fusion.encoder_fusion.routing import Routing
-from surface_fusion.encoder_fusion.transparent import LayerAttention
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.encoder_fusion import EncoderFusion, LayerAttention, methods
+from surface_fusion.encoder_fusion.registry import inapplicable
 
 
 class LayerWeights(NamedTuple):
@@ -51,58 +40,46 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
         SurfaceFusionError: the fusion has no layer weights.
     """
     encoder, decoder = loaded.model.encoder, loaded.model.decoder
-    fusion = getattr(encoder, "fusion", None)
-    if isinstance(fusion, LayerAttention):
-        weight = fusion.layer_weights()
-        by_layer = (weight.mean(-1) if weight.dim() == 3 else weight).t()
-        columns = [str(m + 1) for m in range(by_layer.shape[1])]
-        return [LayerWeights("layers", by_layer, 1 - fusion.embeds, "decoder layer", columns)]
-    if isinstance(getattr(encoder, "combination", None), DLCL):
-        return [
-            _dlcl(stack.combination, name) for name, stack in (("encoder", encoder), ("decoder", decoder))
-        ]
-    if isinstance(fusion, Average):
-        shares = torch.full((fusion.states,), 1 / fusion.states)
-    elif isinstance(fusion, (Concat, Routing)):
-        weight = fusion.weight if isinstance(fusion, Concat) else fusion.votes
-        norms = weight.flatten(1).norm(dim=1)
-        shares = norms / norms.sum()
-    elif isinstance(fusion, DWAtt):
-        shares = _mean_over_positions(loaded, lambda states: fusion.weights(states[-1]))
-    elif isinstance(fusion, Representation):
-        shares = _mean_over_positions(loaded, lambda states: torch.cat([*map(fusion.weigh, states)], -1))
-    else:
-        method = loaded.setting("encoder_fusion")
-        raise SurfaceFusionError(
-            ("the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none")
-            + " that weighs layers; transparent, fine-grained, dlcl, dwatt, representation, concat, routing "
-            "and average do"
-        )
+    fusion = getattr(encoder, "fusion", None) or getattr(encoder, "combination", None)
+    if fusion is None or fusion.layer_shares is None:
+        able = (name for name, method in methods().items() if method.layer_shares is not None)
+        raise inapplicable(loaded.setting("encoder_fusion"), "weighs layers", able, "do")
     first = 1 - bool(loaded.setting("encoder_fusion_embedding"))
-    return [LayerWeights("layers", shares[:, None], first, "", ["weight"])]
+    if isinstance(fusion, EncoderFusion):
+        return [LayerWeights("layers", _mean_shares(loaded)[:, None], first, "", ["weight"])]
+    if isinstance(fusion, LayerAttention):
+        values = fusion.layer_shares().t()
+        columns = [str(m + 1) for m in range(values.shape[1])]
+        return [LayerWeights("layers", values, first, "decoder layer", columns)]
+    return [
+        LayerWeights(
+            f"layers_{name}",
+            stack.combination.layer_shares(),
+            0,
+            f"read by {name} layer",
+            [*(str(n + 1) for n in range(stack.combination.layers)), "out"],
+        )
+        for name, stack in (("encoder", encoder), ("decoder", decoder))
+    ]
 
 
-def _dlcl(combination: DLCL, stack: str) -> LayerWeights:
-    size = combination.layers + 1
-    values = torch.full((size, size), float("nan"))
-    for depth, read in enumerate(combination.sizes):
-        values[depth + 1 - read : depth + 1, depth] = combination.row(depth)
-    columns = [*(str(n) for n in range(1, size)), "out"]
-    return LayerWeights(f"layers_{stack}", values, 0, f"read by {stack} layer", columns)
-
-
-def _mean_over_positions(loaded: Loaded, weigh: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Of *weigh*, states to S x B x N, over all source tokens of the data: N."""
+def _mean_shares(loaded: Loaded) -> Tensor:
+    """Shares of the states: N; where they depend on the position, their mean over the source tokens."""
     encoder: Any = loaded.model.encoder
     total, count = torch.zeros(()), 0
-    found: list[Tensor] = []
-    hook = encoder.fusion.register_forward_pre_hook(lambda _, args: found.append(weigh(args[0])))
+    shares: list[Tensor] = []
+    hook = encoder.fusion.register_forward_pre_hook(
+        lambda fusion, args: shares.append(fusion.layer_shares(args[0]))
+    )
     try:
         for batch in loaded.batches():
             inputs = batch["net_input"]
             encoder(inputs["src_tokens"], inputs["src_lengths"])
+            share = shares.pop()
+            if share.dim() == 1:
+                return share.float().cpu()
             real = inputs["src_tokens"].ne(encoder.padding_idx).t()
-            total = total + found.pop()[real].double().sum(0).cpu()
+            total = total + share[real].double().sum(0).cpu()
             count += int(real.sum())
     finally:
         hook.remove()

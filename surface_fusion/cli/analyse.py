@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 
@@ -51,6 +51,7 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
+    add_user_dir_flag(parser)
     return parser
 
 

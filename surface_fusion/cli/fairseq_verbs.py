@@ -160,6 +160,21 @@ def add_trust_flag(parser: Any) -> None:
     )
 
 
+def add_user_dir_flag(parser: Any) -> None:
+    """Add ``--user-dir`` to a verb that is not fairseq's; the folder is imported when the flag is parsed."""
+    parser.add_argument(
+        "--user-dir",
+        action=_ImportUserDir,
+        metavar="DIR",
+        help="folder of Python code to import first, such as one that registers the method of the checkpoint",
+    )
+
+
+class _ImportUserDir(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, _user_dir(values))
+
+
 def _user_dir(given: str | None) -> str:
     """The user's ``--user-dir``, or this package's own folder."""
     if given is None:

@@ -15,7 +15,7 @@ from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.untrusted_files import refusals
@@ -44,6 +44,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust_flag(parser)
+    add_user_dir_flag(parser)
     args = parser.parse_args(argv)
     if args.checkpoint is None:
         facts = versions()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
@@ -52,6 +52,7 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
+    add_user_dir_flag(parser)
     return parser
 
 

@@ -1,10 +1,7 @@
 """Silence warnings of fairseq at start-up that users cannot act on."""
 
-import contextlib
-import logging
 import sys
 import warnings
-from collections.abc import Iterator
 
 # (start of the message, module that warns, category), each with its cause.
 HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
@@ -25,18 +22,6 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
     # Set by --trust-checkpoint.
     (r"Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected", r"fairseq\.", UserWarning),
 )
-
-
-@contextlib.contextmanager
-def root_logger_left_alone() -> Iterator[None]:
-    """Prevent fairseq's tasks from configuring the root logger on import."""
-    # logging.basicConfig does nothing if there is a handler.
-    root, handler = logging.getLogger(), logging.NullHandler()
-    root.addHandler(handler)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
 
 
 def silence_harmless_warnings() -> None:

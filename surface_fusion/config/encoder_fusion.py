@@ -1,27 +1,23 @@
 """Flags of encoder layer fusion (``--encoder-fusion``), a part of the model's dataclass.
 
+The choices and what they accept are read from the registered methods. An option of a method is the flag
+``--METHOD-OPTION`` if there is a field of that name, and otherwise a key of ``--encoder-fusion-options``.
+
 ``--transparent-attention`` and the ``--ta-`` flags are the published names of two of the methods; both names
 set the same fields.
 """
 
+import ast
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from fairseq.dataclass import ChoiceEnum
 from fairseq.models.transformer import TransformerConfig
 
+from surface_fusion.encoder_fusion import Combination, FusionMethod, LayerAttention, methods, options_of
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
-
-NAMES = (
-    *("average", "concat", "dwatt", "extra-layers", "transparent", "fine-grained"),
-    *("dlcl", "representation", "dense", "lstm", "routing"),
-)
-PER_DECODER_LAYER = ("transparent", "fine-grained")
-IN_BOTH_STACKS = ("dlcl", "dense")
-EncoderFusionName = ChoiceEnum(list(NAMES))  # type: ignore[no-untyped-call]
 
 
 # Optional[X], not X | None: fairseq's parser supports only the former.
@@ -29,12 +25,12 @@ EncoderFusionName = ChoiceEnum(list(NAMES))  # type: ignore[no-untyped-call]
 class EncoderFusionConfig(TransformerConfig):
     """Flags of fairseq's Transformer and of encoder layer fusion."""
 
-    encoder_fusion: Optional[EncoderFusionName] = field(  # type: ignore[valid-type]
+    encoder_fusion: Optional[str] = field(default=None, metadata={"help": "see _get_help"})
+    encoder_fusion_options: Optional[str] = field(
         default=None,
         metadata={
-            "help": "how to combine the encoder's layers into the decoder's memory; on the encoder's output: "
-            "average, concat, dwatt, representation, lstm, routing, extra-layers; a mix for each decoder "
-            "layer: transparent, fine-grained; inside both stacks: dlcl, dense; default: the last layer only"
+            "help": "options of a method that have no flag of their own, KEY=VALUE,KEY=VALUE with Python "
+            "literals as values"
         },
     )
     encoder_fusion_embedding: bool = field(
@@ -101,15 +97,31 @@ class EncoderFusionConfig(TransformerConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Read *args*; fairseq's version would take our ``encoder_...`` fields for fields of *encoder*."""
-        if name in ("encoder_fusion", "encoder_fusion_embedding"):
+        if name.startswith("encoder_fusion"):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
+    def _get_help(self, attribute_name: str) -> Any:
+        """Help of a flag; of ``--encoder-fusion`` with the methods that are registered now."""
+        if attribute_name != "encoder_fusion":
+            return super()._get_help(attribute_name)
+        places: dict[str, list[str]] = {}
+        for name, method in methods().items():
+            places.setdefault(method.place, []).append(name)
+        return "; ".join(
+            (
+                "how to combine the encoder's layers into what the decoder attends to",
+                *(f"{place}: {', '.join(names)}" for place, names in places.items()),
+                "default: the last layer only",
+            )
+        )
+
     @property
     def memory_per_layer(self) -> bool:
         """Whether each decoder layer attends to a memory of its own."""
-        return bool(getattr(self, "layer_wise_attention", False)) or self.encoder_fusion in PER_DECODER_LAYER
+        per_layer = self.encoder_fusion in methods(LayerAttention)
+        return bool(getattr(self, "layer_wise_attention", False)) or per_layer
 
     @property
     def extra_layer_numbers(self) -> range:
@@ -118,20 +130,56 @@ class EncoderFusionConfig(TransformerConfig):
         extra = self.extra_encoder_layers if self.encoder_fusion == "extra-layers" else 0
         return range(layers, layers + extra)
 
+    def fusion_options(self, method: type[FusionMethod]) -> dict[str, Any]:
+        """Return the options of *method* from its own flags and ``--encoder-fusion-options``.
+
+        Raises:
+            SurfaceFusionError: an option does not exist, or its value is of another type than its default.
+        """
+        options = options_of(method)
+        flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
+        flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
+        given = "--encoder-fusion-options"
+        for pair in filter(None, (self.encoder_fusion_options or "").split(",")):
+            name, equals, text = (part.strip() for part in pair.partition("="))
+            if name not in options or name in flags or not equals:
+                known = ", ".join(f"{n}={v!r}" for n, v in options.items() if n not in flags) or "none"
+                raise SurfaceFusionError(
+                    f"{given} {pair}: --encoder-fusion {method.name} takes KEY=VALUE for {known}"
+                )
+            default = options[name]
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                value = text  # a word
+            if type(default) is float and type(value) is int:
+                value = float(value)
+            if default is not None and type(value) is not type(default):
+                raise SurfaceFusionError(
+                    f"{given} {pair}: give a value of type {type(default).__name__}, such as {default!r}"
+                )
+            options[name] = value
+        return {**options, **{name: getattr(self, flag) for name, flag in flags.items()}}
+
     def check_encoder_fusion(self) -> None:
         """Raise :class:`SurfaceFusionError` for a value that a model cannot be built with."""
-        name, dim = self.encoder_fusion, self.encoder.embed_dim
+        name, inside = self.encoder_fusion, methods(Combination)
         for flag, useful in (
-            ("encoder_fusion_embedding", name not in (None, "extra-layers", *IN_BOTH_STACKS)),
-            ("no_encoder_fusion_embedding", name in IN_BOTH_STACKS),
+            ("encoder_fusion_embedding", name not in (None, "extra-layers", *inside)),
+            ("no_encoder_fusion_embedding", name in inside),
+            ("encoder_fusion_options", name is not None),
         ):
             if getattr(self, flag) and not useful:
                 given = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
                 logger.warning(f"--{flag.replace('_', '-')}: without effect {given}")
         if name is None:
             return
-        if name not in NAMES:
-            raise SurfaceFusionError(f"--encoder-fusion {name}: unknown, choose one of {', '.join(NAMES)}")
+        method = methods().get(name)
+        if method is None:
+            raise SurfaceFusionError(
+                f"--encoder-fusion {name}: unknown, choose one of {', '.join(methods())}, or import the "
+                "module that registers it (--user-dir)"
+            )
         if self.no_cross_attention:
             raise SurfaceFusionError(
                 f"--encoder-fusion {name} is for a decoder that attends to the encoder; leave out "
@@ -146,20 +194,10 @@ class EncoderFusionConfig(TransformerConfig):
             raise SurfaceFusionError(
                 f"--extra-encoder-layers {self.extra_encoder_layers} adds nothing; give 1 or more"
             )
-        if name == "routing" and (self.routing_capsules < 1 or dim % self.routing_capsules):
-            raise SurfaceFusionError(
-                f"--routing-capsules {self.routing_capsules} does not divide --encoder-embed-dim {dim}; "
-                "choose a number that does"
-            )
-        if name == "routing" and self.routing_iterations < 1:
-            raise SurfaceFusionError(
-                f"--routing-iterations {self.routing_iterations}: routing needs at least 1"
-            )
-        if name == "dwatt" and (self.dwatt_bottleneck < 0 or self.dwatt_d_pos < 1):
-            raise SurfaceFusionError(
-                f"--dwatt-bottleneck {self.dwatt_bottleneck} --dwatt-d-pos {self.dwatt_d_pos}: widths are "
-                "positive (a bottleneck of 0 is half the encoder's width)"
-            )
+        try:
+            method.check_options(self.encoder.embed_dim, **self.fusion_options(method))
+        except ValueError as error:
+            raise SurfaceFusionError(str(error)) from error
         for stack in ("encoder", "decoder"):
             if getattr(self, stack).layers < 1:
                 raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")
@@ -191,5 +229,5 @@ def settle_encoder_fusion(args: Any, published: bool) -> None:
             )
         args.encoder_fusion = method
         args.layer_wise_attention = False
-    if args.encoder_fusion in PER_DECODER_LAYER and args.ta_source_embedding:
+    if args.encoder_fusion in methods(LayerAttention) and args.ta_source_embedding:
         args.encoder_fusion_embedding = True

@@ -6,10 +6,8 @@ https://arxiv.org/abs/1909.11556); this module adapts the configuration.
 
 from typing import Any
 
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.errors import SurfaceFusionError
-
-PRUNABLE = ("average", "representation", "lstm")
-"""Methods of encoder layer fusion whose parameters do not depend on the number of layers."""
 
 
 def settle_pruning(args: Any) -> None:
@@ -25,7 +23,8 @@ def settle_pruning(args: Any) -> None:
     }
     if not any(keeps.values()):
         return
-    if getattr(args, "encoder_fusion", None) not in (None, *PRUNABLE):
+    method = methods().get(getattr(args, "encoder_fusion", None) or "")
+    if method is not None and not method.any_depth:
         raise SurfaceFusionError(
             f"--encoder-fusion {args.encoder_fusion} has parameters for each layer, so that none can be left "
             "out; give no --encoder-layers-to-keep and --decoder-layers-to-keep"

@@ -14,8 +14,7 @@ from fairseq.modules import (
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import nn
 
-from surface_fusion.encoder_fusion.dense import Dense
-from surface_fusion.encoder_fusion.dlcl import DLCL
+from surface_fusion.encoder_fusion import Combination, methods
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
@@ -27,9 +26,9 @@ DECODER_MODULES = {
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, type(LayerNorm(1)), FairseqDropout),
     *(MultiheadAttention, SurfaceAttention, LearnedPositionalEmbedding, SinusoidalPositionalEmbedding),
     *(LayerDropModuleList, DepthKeepingLayerDrop, TransformerDecoderLayerBase, LayerwiseDecoderLayer),
-    *(WordDropout, CombinedLayers, DLCL, Dense, nn.ParameterList),
+    *(WordDropout, CombinedLayers, nn.ParameterList),
 }
-"""Types of modules that fast incremental decoding supports."""
+"""Types of modules that fast incremental decoding supports, beside the registered combinations."""
 
 
 def why_not_fast(decoder: Any) -> str | None:
@@ -42,8 +41,9 @@ def why_not_fast(decoder: Any) -> str | None:
         return "no layers"
     if torch.is_autocast_enabled(next(decoder.parameters()).device.type):
         return "autocast"
+    supported = {type(decoder), *DECODER_MODULES, *methods(Combination).values()}
     for name, module in decoder.named_modules():
-        if module is not decoder and type(module) not in DECODER_MODULES:
+        if type(module) not in supported:
             return f"{name} is a {type(module).__name__}"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"a hook on {name}"

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.layer_combination import Combination
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 
+@register_encoder_fusion("dense")
 class Dense(Combination):
     """A linear map of all outputs so far, computed without concatenating them.
 
@@ -24,12 +26,16 @@ class Dense(Combination):
         maps: of the layers 2 ... L and of the result: (l + 1) x C x C.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
-        super().__init__(dim, layers, normalize_before, embedding)
-        maps = [torch.zeros(n, dim, dim) for n in self.sizes[1:]]
-        for one in maps:
-            one[-1].fill_diagonal_(1)
-        self.maps = nn.ParameterList(nn.Parameter(one) for one in maps)
+    def __init__(self, layers: int, dim: int, normalize_before: bool, embedding: bool) -> None:
+        super().__init__(layers, dim, normalize_before, embedding)
+        self.maps = nn.ParameterList(torch.empty(size, dim, dim) for size in self.sizes[1:])
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The identity of the latest output."""
+        for weight in self.maps:
+            weight.zero_()[-1].fill_diagonal_(1)
 
     def combine(self, kept: list[Tensor], depth: int) -> Tensor:
         """x_{l+1}, ... x C."""
@@ -37,6 +43,6 @@ class Dense(Combination):
             return kept[0]
         maps = self.maps[depth - 1].unbind()
         total = F.linear(kept[0], maps[0])
-        for y, one in zip(kept[1:], maps[1:], strict=True):
-            total = total + F.linear(y, one)
+        for y, weight in zip(kept[1:], maps[1:], strict=True):
+            total = total + F.linear(y, weight)
         return total

@@ -12,12 +12,13 @@ twice that for both stacks.
 """
 
 import torch
-from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.layer_combination import Combination
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 
+@register_encoder_fusion("dlcl")
 class DLCL(Combination):
     """A learned weighted sum of all outputs so far.
 
@@ -25,11 +26,18 @@ class DLCL(Combination):
         weight: the rows W^1 ... W^{L+1} one after another.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
-        super().__init__(dim, layers, normalize_before, embedding)
-        rows = [torch.full((n,), 1 / n) for n in self.sizes]
-        self.weight = nn.Parameter(torch.cat(rows))
-        self.norms = nn.ModuleList(LayerNorm(dim) for _ in range(layers + normalize_before))
+    def __init__(self, layers: int, dim: int, normalize_before: bool, embedding: bool) -> None:
+        super().__init__(layers, dim, normalize_before, embedding)
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes)))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(layers + normalize_before))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each layer reads the average of all outputs before it."""
+        super().reset_parameters()
+        for depth in range(self.layers + 1):
+            self.row(depth).fill_(1 / self.sizes[depth])
 
     def keep(self, y: Tensor, depth: int) -> Tensor:
         """y, pre-norm through the LayerNorm of its depth."""
@@ -49,3 +57,10 @@ class DLCL(Combination):
     def row(self, depth: int) -> Tensor:
         """W^{l+1} for l = *depth*."""
         return self.weight.split(self.sizes)[depth]
+
+    def layer_shares(self) -> Tensor:
+        """Weight of output k in the input of layer l + 1, in row k and column l; NaN if it is not read."""
+        shares = self.weight.new_full((self.layers + 1, self.layers + 1), float("nan"))
+        for depth, size in enumerate(self.sizes):
+            shares[depth + 1 - size : depth + 1, depth] = self.row(depth)
+        return shares

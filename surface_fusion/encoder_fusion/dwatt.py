@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq.modules import LayerNorm
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 
 class Bottleneck(nn.Module):
@@ -28,7 +28,7 @@ class Bottleneck(nn.Module):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
         self.down = nn.Linear(dim, inner, bias=False)
-        self.norm = LayerNorm(inner)
+        self.norm = nn.LayerNorm(inner)
         self.up = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,20 +37,45 @@ class Bottleneck(nn.Module):
         return hidden
 
 
+@register_encoder_fusion("dwatt")
 class DWAtt(EncoderFusion):
-    """Attention over depth, added to the last state."""
+    """Attention over depth, added to the last state.
+
+    Args:
+        states, dim: N and d.
+        bottleneck: b; 0 is d/2.
+        d_pos: width of the layer positions.
+        scaling: divide the scores by sqrt(d).
+    """
 
     positions: Tensor
 
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg)
-        inner = cfg.dwatt_bottleneck or self.dim // 2
-        self.scale = self.dim**-0.5 if cfg.dwatt_scaling else 1.0
-        self.register_buffer("positions", torch.rand(self.states, cfg.dwatt_d_pos))
-        self.key: Any = nn.Linear(cfg.dwatt_d_pos, self.dim)
-        self.query: Any = Bottleneck(self.dim, inner)
-        self.values = nn.ModuleList(Bottleneck(self.dim, inner) for _ in range(self.states))
-        self.norms = nn.ModuleList(LayerNorm(self.dim) for _ in range(self.states))
+    def __init__(
+        self, states: int, dim: int, bottleneck: int = 0, d_pos: int = 24, scaling: bool = False
+    ) -> None:
+        super().__init__(states, dim)
+        inner = bottleneck or dim // 2
+        self.scale = dim**-0.5 if scaling else 1.0
+        self.register_buffer("positions", torch.rand(states, d_pos))
+        self.key: Any = nn.Linear(d_pos, dim)
+        self.query: Any = Bottleneck(dim, inner)
+        self.values = nn.ModuleList(Bottleneck(dim, inner) for _ in range(states))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(states))
+
+    @classmethod
+    def check_options(cls, dim: int, **options: Any) -> None:
+        """Widths are positive."""
+        bottleneck, d_pos = options["bottleneck"], options["d_pos"]
+        if bottleneck < 0 or d_pos < 1:
+            raise ValueError(
+                f"--dwatt-bottleneck {bottleneck} --dwatt-d-pos {d_pos}: widths are positive (a bottleneck "
+                "of 0 is half the encoder's width)"
+            )
+
+    def reset_parameters(self) -> None:
+        """Draw the positions from U(0, 1); the submodules as torch does."""
+        self.positions.uniform_()
+        super().reset_parameters()
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
@@ -67,6 +92,10 @@ class DWAtt(EncoderFusion):
         scores = self.scale * (query @ self.key(self.positions).t())
         wide = torch.promote_types(scores.dtype, torch.float32)
         return F.softmax(scores, dim=-1, dtype=wide).to(last.dtype)
+
+    def layer_shares(self, states: list[Tensor]) -> Tensor:
+        """Attention weights over the depths: ... x N."""
+        return self.weights(states[-1])
 
     def start_as_plain(self) -> None:
         """Values of zero."""

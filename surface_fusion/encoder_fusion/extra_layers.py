@@ -6,18 +6,18 @@ A fair baseline for methods that add parameters. With the README's sizes one mor
 The layers are appended to ``encoder.layers``.
 """
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
-def with_extra_layers(cfg: Any) -> Any:
-    """Return a copy of *cfg* whose encoder includes the extra layers."""
-    cfg = copy.deepcopy(cfg)
-    cfg.encoder.layers += cfg.extra_encoder_layers
-    return cfg
+
+@register_encoder_fusion("extra-layers")
+class ExtraLayers(EncoderFusion):
+    """The entry of the registry; there is no module, since the encoder is built with more layers."""
 
 
 @torch.no_grad()

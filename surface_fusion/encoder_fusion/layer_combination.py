@@ -14,13 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from surface_fusion.encoder_fusion.base import FusionMethod
 
-class Combination(nn.Module):
+
+class Combination(FusionMethod):
     """Computes the input of a layer from all earlier outputs, by :meth:`keep` and :meth:`combine`.
 
+    A subclass may define ``layer_shares()``, the weights of outputs (rows) in the inputs of layers (columns):
+    (L + 1) x (L + 1).
+
     Args:
+        layers: number L of the stack's layers.
         dim: width C.
-        layers: L, of the stack.
         normalize_before: whether its layers are pre-norm.
         embedding: whether layers after the first read y_0, too.
 
@@ -28,7 +33,9 @@ class Combination(nn.Module):
         sizes: number of outputs that layers 1 ... L and the stack's result combine.
     """
 
-    def __init__(self, dim: int, layers: int, normalize_before: bool, embedding: bool = True) -> None:
+    place = "inside both stacks"
+
+    def __init__(self, layers: int, dim: int, normalize_before: bool, embedding: bool) -> None:
         super().__init__()
         self.dim, self.layers, self.normalize_before = dim, layers, normalize_before
         self.sizes = [max(1, depth + embedding) for depth in range(layers + 1)]

@@ -5,19 +5,21 @@
 On the encoder's output. Parameters: ``8 C^2 + 8 C``; 2,101,248 for C = 512, whatever the depth.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 
+@register_encoder_fusion("lstm")
 class DepthwiseLSTM(EncoderFusion):
     """The last output of an LSTM over the layer axis."""
 
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg)
-        self.cell = nn.LSTMCell(self.dim, self.dim)
+    any_depth = True
+
+    def __init__(self, states: int, dim: int) -> None:
+        super().__init__(states, dim)
+        self.cell = nn.LSTMCell(dim, dim)
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""

@@ -7,23 +7,29 @@ Initially the result is the average.
 On the encoder's output. Parameters: ``C^2 + 2 C + 1``; 263,169 for C = 512.
 """
 
-from typing import Any
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 
+@register_encoder_fusion("representation")
 class Representation(EncoderFusion):
     """A sum of the states with weights that a network computes from them."""
 
     silenceable = True
+    any_depth = True
 
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg)
-        self.hidden = nn.Linear(self.dim, self.dim)
-        self.weight = nn.Linear(self.dim, 1)
+    def __init__(self, states: int, dim: int) -> None:
+        super().__init__(states, dim)
+        self.hidden = nn.Linear(dim, dim)
+        self.weight = nn.Linear(dim, 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier initialisation of the hidden layer; every state has the weight 1/N."""
         nn.init.xavier_uniform_(self.hidden.weight)
         nn.init.zeros_(self.hidden.bias)
         nn.init.zeros_(self.weight.weight)
@@ -40,3 +46,7 @@ class Representation(EncoderFusion):
         """The weight of each position of a state, ... x 1 from ... x C."""
         weight: Tensor = self.weight(F.relu(self.hidden(state)))
         return weight
+
+    def layer_shares(self, states: list[Tensor]) -> Tensor:
+        """The weights w_n: ... x N."""
+        return torch.cat([self.weigh(state) for state in states], -1)

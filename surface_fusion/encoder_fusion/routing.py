@@ -18,25 +18,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
+from surface_fusion.encoder_fusion.registry import register_encoder_fusion
+from surface_fusion.ops.distributions import at_least_float32
 
 
+@register_encoder_fusion("routing")
 class Routing(EncoderFusion):
     """Routing by agreement between the states' votes.
+
+    Args:
+        states, dim: N and C.
+        capsules: K.
+        iterations: T.
 
     Attributes:
         votes: N x C x C, the votes of each state on all capsules.
     """
 
-    def __init__(self, cfg: Any) -> None:
-        super().__init__(cfg)
-        self.capsules, self.iterations = cfg.routing_capsules, cfg.routing_iterations
+    def __init__(self, states: int, dim: int, capsules: int = 8, iterations: int = 3) -> None:
+        super().__init__(states, dim)
+        self.capsules, self.iterations = capsules, iterations
+        self.votes = nn.Parameter(torch.empty(states, dim, dim))
+        self.reset_parameters()
+
+    @classmethod
+    def check_options(cls, dim: int, **options: Any) -> None:
+        """Capsules have the same width, and there is at least one iteration."""
+        capsules, iterations = options["capsules"], options["iterations"]
+        if capsules < 1 or dim % capsules:
+            raise ValueError(
+                f"--routing-capsules {capsules} does not divide --encoder-embed-dim {dim}; choose a number "
+                "that does"
+            )
+        if iterations < 1:
+            raise ValueError(f"--routing-iterations {iterations}: routing needs at least 1")
+
+    def reset_parameters(self) -> None:
+        """Xavier initialisation of each state's map."""
         bound = (3 / self.dim) ** 0.5
-        self.votes = nn.Parameter(torch.empty(self.states, self.dim, self.dim).uniform_(-bound, bound))
+        nn.init.uniform_(self.votes, -bound, bound)
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
         votes = [
-            _wide(F.linear(state, weight).unflatten(-1, (self.capsules, -1)))
+            at_least_float32(F.linear(state, weight).unflatten(-1, (self.capsules, -1)))
             for state, weight in zip(states, self.votes, strict=True)
         ]
         agreement = [votes[0].new_zeros(votes[0].shape[:-1])] * len(votes)
@@ -45,6 +70,11 @@ class Routing(EncoderFusion):
             agreement = [b + (capsules * v).sum(-1) for b, v in zip(agreement, votes, strict=True)]
             capsules = self._capsules(votes, agreement)
         return capsules.flatten(-2).to(states[-1].dtype)
+
+    def layer_shares(self, states: list[Tensor]) -> Tensor:
+        """The share of ||W_n|| (Frobenius) in the sum over n: N."""
+        norms = self.votes.flatten(1).norm(dim=1)
+        return norms / norms.sum()
 
     def _capsules(self, votes: list[Tensor], agreement: list[Tensor]) -> Tensor:
         """... x K x C/K from N votes of that shape and N agreements of ... x K."""
@@ -58,7 +88,3 @@ def squash(x: Tensor) -> Tensor:
     """``|x|^2 / (1 + |x|^2) x / |x|`` along the last axis, zero (gradient too) at zero."""
     square = x.square().sum(-1, keepdim=True)
     return x * (square + torch.finfo(x.dtype).tiny).sqrt() / (1 + square)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,8 +19,9 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
+from surface_fusion.config.from_config import build_combination, build_fusion, fused_states
 from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
-from surface_fusion.encoder_fusion import LayerAttention, build_combination, build_fusion, fused_states
+from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.modules.layerwise_attention import side_by_side

@@ -7,9 +7,9 @@ from fairseq import hub_utils
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
+from surface_fusion.config.from_config import with_extra_layers
 from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.config.pruning import settle_pruning
-from surface_fusion.encoder_fusion.extra_layers import with_extra_layers
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.decoder import SurfaceFusionDecoder
 from surface_fusion.models.encoder import SurfaceFusionEncoder

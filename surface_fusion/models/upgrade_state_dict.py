@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from surface_fusion.encoder_fusion.base import EncoderFusion
 from surface_fusion.encoder_fusion.extra_layers import start_layers_as_plain
 from surface_fusion.errors import SurfaceFusionError
 
@@ -90,7 +89,7 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
 
 def _start_encoder_as_plain(model: Any) -> None:
     fusion = getattr(model.encoder, "fusion", None)
-    if isinstance(fusion, EncoderFusion):
+    if fusion is not None:
         fusion.start_as_plain()
     start_layers_as_plain(model.encoder.layers[i] for i in model.cfg.extra_layer_numbers)
 

@@ -75,7 +75,9 @@ def test_over_the_positions_of_the_data(name: str) -> None:
 
 
 def test_what_weighs_nothing_says_so() -> None:
-    with pytest.raises(SurfaceFusionError, match="--encoder-fusion lstm is none that weighs layers; transp"):
+    with pytest.raises(
+        SurfaceFusionError, match="--encoder-fusion lstm is none that weighs layers; average, "
+    ):
         layer_weights(loaded("lstm"))
     plain = OneBatch(shaken(SHARED), None, "test")
     with pytest.raises(SurfaceFusionError, match="the model has no --encoder-fusion that weighs layers"):

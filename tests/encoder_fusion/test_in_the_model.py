@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.decoding.eligibility import why_not_fast
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.packed.batch import pack
 from surface_fusion.packed.eligibility import why_not_fused, why_not_packed
@@ -41,7 +41,7 @@ VARIANTS = {
 }
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
-methods = pytest.mark.parametrize("name", NAMES)
+each_method = pytest.mark.parametrize("name", methods())
 
 
 def flags_of(name: str, variant: str) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def different(one: Any, other: Any) -> bool:
     return not torch.allclose(one, other, atol=1e-4)
 
 
-@methods
+@each_method
 def test_it_does_something(name: str) -> None:
     """With the plain Transformer's parameters the result is another."""
     plain = shaken(SHARED)
@@ -70,7 +70,7 @@ def test_it_does_something(name: str) -> None:
     assert different(log_probs(fused, batch()), log_probs(plain, batch()))
 
 
-@methods
+@each_method
 @variants
 def test_padding_changes_nothing(name: str, variant: str) -> None:
     model = shaken(*flags_of(name, variant))
@@ -78,7 +78,7 @@ def test_padding_changes_nothing(name: str, variant: str) -> None:
     torch.testing.assert_close(log_probs(model, batch(extra_src=3)), short, atol=1e-5, rtol=1e-5)
 
 
-@methods
+@each_method
 @variants
 @pytest.mark.parametrize("plain", [(), ("--sf-plain",)], ids=["fast", "plain"])
 def test_incremental_equals_full(name: str, variant: str, plain: tuple[str, ...]) -> None:
@@ -87,7 +87,7 @@ def test_incremental_equals_full(name: str, variant: str, plain: tuple[str, ...]
     assert_incremental_equals_full(model)
 
 
-@methods
+@each_method
 @variants
 def test_every_parameter_is_trained(name: str, variant: str) -> None:
     """As DistributedDataParallel wants it, which waits for all gradients."""
@@ -100,7 +100,7 @@ def test_every_parameter_is_trained(name: str, variant: str) -> None:
     assert frozen == (norm if norm_is_frozen(name, variant) else [])
 
 
-@methods
+@each_method
 @variants
 def test_the_fast_step(name: str, variant: str) -> None:
     """Loss and gradients on packed rows are the modules'."""
@@ -127,7 +127,7 @@ def test_the_fast_step(name: str, variant: str) -> None:
         )
 
 
-@methods
+@each_method
 def test_checkpointed_activations(name: str) -> None:
     flags = flags_of(name, "surface")
     expected = gradients(shaken(*flags), batch())
@@ -137,7 +137,7 @@ def test_checkpointed_activations(name: str) -> None:
         torch.testing.assert_close(found[parameter_name], grad, rtol=1e-4, atol=1e-5)
 
 
-@methods
+@each_method
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     model = shaken(*flags_of(name, "surface"))
@@ -148,7 +148,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert mean < (0.2 if dtype == torch.bfloat16 else 0.03)
 
 
-@methods
+@each_method
 def test_a_checkpoint_of_its_own(name: str) -> None:
     model = shaken(*flags_of(name, "surface"))
     again, _ = build(*flags_of(name, "surface"), seed=5)
@@ -303,7 +303,7 @@ def test_extra_layers_without_feed_forward_start_as_plain() -> None:
     torch.testing.assert_close(log_probs(model.eval(), batch()), log_probs(plain, batch()))
 
 
-@methods
+@each_method
 def test_pruning_leaves_no_layer_out_that_a_parameter_is_for(name: str) -> None:
     flags = ("--encoder-fusion", name, "--encoder-layers-to-keep", "0")
     if name in ("average", "representation", "lstm"):

@@ -1,6 +1,5 @@
 """Each method against a few plain lines from its equation, in float64: values, gradients, and its size."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,43 +7,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surface_fusion.config.encoder_fusion import NAMES, PER_DECODER_LAYER
-from surface_fusion.encoder_fusion import (
-    FOR_EACH_DECODER_LAYER,
-    INSIDE_THE_STACKS,
-    ON_THE_OUTPUT,
-    build_combination,
-    build_fusion,
-)
+from surface_fusion.encoder_fusion import Combination, EncoderFusion, LayerAttention, methods
 from surface_fusion.encoder_fusion.routing import squash
 
 DIM, LAYERS, DECODER_LAYERS, FFN = 8, 3, 2, 12
 SHAPE = (5, 2, DIM)
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "routing": {"capsules": 4},
+    **{name: {"dropout": 0.0} for name in methods(LayerAttention)},
+}
 
 
-def config(name: str, **changes: Any) -> Any:
-    stack = {"embed_dim": DIM, "ffn_embed_dim": FFN, "normalize_before": False}
-    flags = {
-        "encoder": SimpleNamespace(layers=LAYERS, **stack),
-        "decoder": SimpleNamespace(layers=DECODER_LAYERS, **stack),
-        "encoder_fusion": name,
-        "encoder_fusion_embedding": False,
-        "no_encoder_fusion_embedding": False,
-        "dwatt_bottleneck": 0,
-        "dwatt_d_pos": 24,
-        "dwatt_scaling": False,
-        "routing_capsules": 4,
-        "routing_iterations": 3,
-        "dropout": 0.0,
-        "ta_dropout": 0.0,
-        "ta_dropconnect": False,
-        "ta_posedemb": False,
-        "no_ta_embnorm": False,
-        "ta_ffn": False,
-        "activation_fn": "relu",
-        "activation_dropout": 0.0,
-    }
-    return SimpleNamespace(**{**flags, **changes})
+def make(name: str, states: int = LAYERS, dim: int = DIM, **options: Any) -> Any:
+    """A method that is not inside the stacks."""
+    method: Any = methods()[name]
+    layers = (DECODER_LAYERS,) if issubclass(method, LayerAttention) else ()
+    return method(states, dim, *layers, **{**DEFAULTS.get(name, {}), **options})
+
+
+def make_combination(
+    name: str, before: bool, layers: int = LAYERS, dim: int = DIM, embedding: bool = True
+) -> Any:
+    method: Any = methods(Combination)[name]
+    return method(layers, dim, before, embedding)
 
 
 def shaken(module: nn.Module) -> Any:
@@ -140,14 +125,13 @@ ORACLES = {
 
 
 def test_every_name_is_a_method() -> None:
-    assert {*ON_THE_OUTPUT, *FOR_EACH_DECODER_LAYER, *INSIDE_THE_STACKS, "extra-layers"} == {*NAMES}
-    assert {*FOR_EACH_DECODER_LAYER} == {*PER_DECODER_LAYER}
-    assert {*ORACLES} == {*ON_THE_OUTPUT, *FOR_EACH_DECODER_LAYER}
+    modules = {*methods(EncoderFusion), *methods(LayerAttention)} - {"extra-layers"}
+    assert {*ORACLES} == modules == {*methods()} - {*methods(Combination), "extra-layers"}
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_values_and_gradients(name: str) -> None:
-    module = shaken(build_fusion(config(name)))
+    module = shaken(make(name))
     inputs = [x.requires_grad_() for x in states()]
     direction = states(1)[0].repeat(1, 1, 8)
 
@@ -163,7 +147,7 @@ def test_values_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_gradcheck(name: str) -> None:
-    module = shaken(build_fusion(config(name)))
+    module = shaken(make(name))
     inputs = [x[:2, :1].clone().requires_grad_() for x in states()]
     assert torch.autograd.gradcheck(lambda *z: module([*z]), inputs)
 
@@ -171,7 +155,7 @@ def test_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    module = shaken(build_fusion(config(name))).to(dtype)
+    module = shaken(make(name)).to(dtype)
     inputs = [x.to(dtype) for x in states()]
     out = module(inputs)
     assert out.dtype == dtype
@@ -183,13 +167,13 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ORACLES)
 def test_any_layout_of_the_rows(name: str) -> None:
     """The fast path has rows, the modules have S x B."""
-    module = shaken(build_fusion(config(name)))
+    module = shaken(make(name))
     torch.testing.assert_close(module([x.flatten(0, 1) for x in states()]), module(states()).flatten(0, 1))
 
 
 @pytest.mark.parametrize("name", ["concat", "dwatt"])
 def test_as_the_plain_encoder(name: str) -> None:
-    module: Any = build_fusion(config(name))
+    module: Any = make(name)
     module.start_as_plain()
     z = [x.float() for x in states()]
     torch.testing.assert_close(module(z), z[-1], rtol=0, atol=1e-6)
@@ -198,7 +182,7 @@ def test_as_the_plain_encoder(name: str) -> None:
 
 
 def test_dwatt_divides_by_the_width() -> None:
-    plain, scaled = (build_fusion(config("dwatt", dwatt_scaling=scaling)) for scaling in (False, True))
+    plain, scaled = (make("dwatt", scaling=scaling) for scaling in (False, True))
     scaled.load_state_dict(plain.state_dict())
     last = states()[-1].float()
     logs = [module.weights(last).log() for module in (plain, scaled)]
@@ -213,14 +197,14 @@ def test_squash_at_zero() -> None:
 
 
 def test_routing_with_one_iteration_is_an_average_of_votes() -> None:
-    module = shaken(build_fusion(config("routing", routing_iterations=1)))
+    module = shaken(make("routing", iterations=1))
     z = torch.stack(states())
     total = torch.einsum("nsbc,ndc->sbd", z, module.votes) / 4
     torch.testing.assert_close(module([*z]), squash(total.unflatten(-1, (4, -1))).flatten(-2))
 
 
 def test_the_embedding_has_a_layer_norm_of_its_own() -> None:
-    module = shaken(build_fusion(config("transparent", encoder_fusion_embedding=True)))
+    module = shaken(make("transparent", LAYERS + 1, embedding=True, embedding_norm=True))
     z = states(LAYERS + 1)
     assert module.weight.shape == (DECODER_LAYERS, LAYERS + 1)
     expected = transparent(module, torch.stack([norm(module.embedding_norm, z[0]), *z[1:]]))
@@ -228,7 +212,7 @@ def test_the_embedding_has_a_layer_norm_of_its_own() -> None:
 
 
 def test_a_feed_forward_layer_over_all_states() -> None:
-    module = shaken(build_fusion(config("fine-grained", ta_ffn=True)))
+    module = shaken(make("fine-grained", ffn_dim=FFN))
     z = torch.stack(states())
     hidden = (z @ module.fc1.weight.t() + module.fc1.bias).relu()
     z_ = norm(module.ffn_norm, z + hidden @ module.fc2.weight.t() + module.fc2.bias)
@@ -236,8 +220,7 @@ def test_a_feed_forward_layer_over_all_states() -> None:
 
 
 def test_a_pre_norm_encoder_has_the_norm_before_the_feed_forward_layer() -> None:
-    pre_norm = SimpleNamespace(layers=LAYERS, embed_dim=DIM, ffn_embed_dim=FFN, normalize_before=True)
-    module = shaken(build_fusion(config("fine-grained", ta_ffn=True, encoder=pre_norm)))
+    module = shaken(make("fine-grained", ffn_dim=FFN, normalize_before=True))
     z = torch.stack(states())
     hidden = (norm(module.ffn_norm, z) @ module.fc1.weight.t() + module.fc1.bias).relu()
     z_ = z + hidden @ module.fc2.weight.t() + module.fc2.bias
@@ -246,7 +229,7 @@ def test_a_pre_norm_encoder_has_the_norm_before_the_feed_forward_layer() -> None
 
 def test_the_feed_forward_layer_over_all_states_drops_out_as_published() -> None:
     """Of its hidden units at the activations' rate, of its output at the model's; the residual stays."""
-    module = shaken(build_fusion(config("fine-grained", ta_ffn=True, dropout=0.5, activation_dropout=0.25)))
+    module = shaken(make("fine-grained", ffn_dim=FFN, ffn_dropout=0.5, activation_dropout=0.25))
     z = torch.stack(states())
     module.train()
     torch.manual_seed(3)
@@ -259,7 +242,7 @@ def test_the_feed_forward_layer_over_all_states_drops_out_as_published() -> None
 @pytest.mark.parametrize("dropconnect", [False, True])
 def test_dropout_of_the_weights(dropconnect: bool) -> None:
     """Before the softmax they stay a distribution, after it they do not."""
-    module: Any = build_fusion(config("fine-grained", ta_dropout=0.5, ta_dropconnect=dropconnect))
+    module: Any = make("fine-grained", dropout=0.5, dropconnect=dropconnect)
     torch.manual_seed(0)
     total = module.train().layer_weights().sum(1)
     assert total.sub(1).abs().max().item() < 1e-6 if dropconnect else total.sub(1).abs().max().item() > 0.1
@@ -272,9 +255,7 @@ def test_dropout_of_the_weights(dropconnect: bool) -> None:
 @pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
 @pytest.mark.parametrize("before", [False, True], ids=["post-norm", "pre-norm"])
 def test_dlcl(before: bool, embedding: bool) -> None:
-    stack = SimpleNamespace(layers=LAYERS, normalize_before=before)
-    cfg = config("dlcl", no_encoder_fusion_embedding=not embedding)
-    module: Any = shaken(build_combination(cfg, stack, DIM))
+    module: Any = shaken(make_combination("dlcl", before, embedding=embedding))
     assert len(module.norms) == LAYERS + before
     y = states(LAYERS + 1)
     kept, start = [], 0
@@ -293,16 +274,14 @@ def test_dlcl(before: bool, embedding: bool) -> None:
 
 
 def test_dlcl_begins_as_an_average() -> None:
-    stack = SimpleNamespace(layers=LAYERS, normalize_before=True)
-    module: Any = build_combination(config("dlcl"), stack, DIM)
+    module = make_combination("dlcl", True)
     rows = [module.row(depth).tolist() for depth in range(LAYERS + 1)]
     assert rows == [pytest.approx([1 / count] * count) for count in range(1, LAYERS + 2)]
 
 
 @pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
 def test_dense(embedding: bool) -> None:
-    stack = SimpleNamespace(layers=LAYERS, normalize_before=False)
-    module: Any = build_combination(config("dense", no_encoder_fusion_embedding=not embedding), stack, DIM)
+    module = make_combination("dense", False, embedding=embedding)
     y = states(LAYERS + 1)
     module.double()
     kept: list[Any] = []
@@ -318,9 +297,48 @@ def test_dense(embedding: bool) -> None:
             torch.testing.assert_close(got, expected)
 
 
+# Initialisation
+
+BUILD: dict[str, Any] = {
+    **{name: lambda name=name: make(name) for name in ORACLES},
+    "embedding": lambda: make("transparent", embedding=True, embedding_norm=True),
+    "feed-forward": lambda: make("fine-grained", ffn_dim=FFN, normalize_before=True),
+    **{name: lambda name=name: make_combination(name, True) for name in methods(Combination)},
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_reset_parameters_initialises_what_was_built_on_the_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        module = BUILD[name]()
+    assert all(x.is_meta for x in module.state_dict().values())
+    module.to_empty(device="cpu")
+    for x in module.state_dict().values():
+        x.fill_(float("nan") if x.is_floating_point() else 0)
+    other = BUILD[name]()
+    for each in (module, other):
+        torch.manual_seed(3)
+        each.reset_parameters()
+    for key, x in other.state_dict().items():
+        assert torch.equal(module.state_dict()[key], x), key
+    # Within the range of a module that was built as usual, and not all of it constant where that is not.
+    for key, x in BUILD[name]().state_dict().items():
+        again = module.state_dict()[key]
+        assert again.isfinite().all() and (again.max() == again.min()) == (x.max() == x.min()), key
+        assert again.double().abs().max() <= 2 * x.double().abs().max() + 1e-9, key
+
+
+@pytest.mark.parametrize("name", [*methods(EncoderFusion), *methods(LayerAttention), *methods(Combination)])
+def test_the_registry_knows_what_it_is(name: str) -> None:
+    method = methods()[name]
+    assert method.name == name and method.__doc__
+    if method.layer_shares is not None and issubclass(method, EncoderFusion):
+        shares = shaken(make(name)).layer_shares(states())
+        assert shares.shape[-1] == LAYERS
+
+
 # Sizes, for d = 512 and L = 6, as each method's file states them
 
-README = {"embed_dim": 512, "ffn_embed_dim": 2048}
 STATED = {
     "average": 0,
     "concat": 1_572_864,
@@ -339,8 +357,9 @@ def parameters(module: Any) -> int:
 
 @pytest.mark.parametrize("name", STATED)
 def test_stated_size(name: str) -> None:
-    stack = SimpleNamespace(layers=6, normalize_before=False, **README)
-    assert parameters(build_fusion(config(name, encoder=stack, decoder=stack))) == STATED[name]
+    method: Any = methods()[name]
+    layers = (6,) if issubclass(method, LayerAttention) else ()
+    assert parameters(method(6, 512, *layers)) == STATED[name]
 
 
 @pytest.mark.parametrize(
@@ -348,16 +367,13 @@ def test_stated_size(name: str) -> None:
     [("dlcl", False, 6_172), ("dlcl", True, 7_196), ("dense", False, 7_077_888)],
 )
 def test_stated_size_inside_a_stack(name: str, before: bool, size: int) -> None:
-    stack = SimpleNamespace(layers=6, normalize_before=before)
-    assert parameters(build_combination(config(name), stack, 512)) == size
-    without = config(name, no_encoder_fusion_embedding=True)
+    assert parameters(make_combination(name, before, 6, 512)) == size
     less = 6 if name == "dlcl" else 6 * 512**2
-    assert parameters(build_combination(without, stack, 512)) == size - less
+    assert parameters(make_combination(name, before, 6, 512, embedding=False)) == size - less
 
 
 def test_the_size_that_the_paper_prints() -> None:
     """On RoBERTa-large 26.33 million, by its formulas 26.24; Concat 25.18 and 25.17."""
-    stack = SimpleNamespace(layers=24, embed_dim=1024)
-    sizes = {name: parameters(build_fusion(config(name, encoder=stack))) for name in ("dwatt", "concat")}
+    sizes = {name: parameters(make(name, 24, 1024)) for name in ("dwatt", "concat")}
     assert sizes["dwatt"] == pytest.approx(26.33e6, rel=0.005) == pytest.approx(26.24e6, rel=0.005)
     assert sizes["concat"] == pytest.approx(25.18e6, rel=0.005)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 
-from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import batch, build, incremental_log_probs, log_probs, shaken
@@ -72,7 +72,7 @@ def test_trains_and_translates_or_is_refused(
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=" ".join)
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("method", methods())
 def test_encoder_fusion_is_refused(method: str, layers: tuple[str, ...]) -> None:
     with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {method} needs"):
         build(*layers, "--encoder-fusion", method)

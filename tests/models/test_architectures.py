@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from surface_fusion.config.encoder_fusion import NAMES
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.tiny import ARCH, parse
 
@@ -98,7 +98,7 @@ def test_no_other_default_depends_on_a_fusion_flag() -> None:
         ("--surfacefusion", "att"),
         ("--surfacefusion", "mean"),
         ("--layer-wise-attention",),
-        *(("--encoder-fusion", method) for method in NAMES),
+        *(("--encoder-fusion", method) for method in methods()),
         ("--transparent-attention", "--fine-grained-ta", "--ta-source-embedding", "--ta-ffn"),
     ):
         given = {flag[2:].replace("-", "_") for flag in flags} | {

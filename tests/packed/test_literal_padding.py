@@ -10,10 +10,10 @@ import torch.multiprocessing
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import language_pair_dataset
 
-from surface_fusion.config.encoder_fusion import NAMES
 from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
 )
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.literal_padding import KEY, in_target, mark
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken
@@ -31,7 +31,7 @@ MODELS = {
     "with positions": (*HARD, "--sf-posedemb"),
     "learned positions": (*HARD, "--encoder-learned-pos", "--decoder-learned-pos"),
     "pre-norm": (*HARD, "--encoder-normalize-before", "--decoder-normalize-before"),
-    **{name: ("--encoder-fusion", name, "--ta-dropout", "0") for name in NAMES},
+    **{name: ("--encoder-fusion", name, "--ta-dropout", "0") for name in methods()},
 }
 WORDS = [[4, 5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15]]
 PLACES = {

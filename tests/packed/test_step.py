@@ -8,7 +8,7 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from torch import Tensor, nn
 
-from surface_fusion.config.encoder_fusion import NAMES
+from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed import step as module
 from surface_fusion.packed.cuda_graphs import tokens_of
 from surface_fusion.packed.flat_parameters import FlatParameters
@@ -134,7 +134,7 @@ def moved(sample: Any, device: str) -> Any:
     return sample.to(device) if isinstance(sample, Tensor) else sample
 
 
-FUSED = {name: (*HARD, "--encoder-fusion", name, "--ta-dropout", "0") for name in NAMES}
+FUSED = {name: (*HARD, "--encoder-fusion", name, "--ta-dropout", "0") for name in methods()}
 PRE_NORM = ("--encoder-normalize-before", "--decoder-normalize-before")
 MODELS = {
     "surface": HARD,

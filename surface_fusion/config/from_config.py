@@ -1,0 +1,90 @@
+"""Build the modules of encoder layer fusion from a configuration of the model."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fairseq import utils
+from fairseq.modules import FairseqDropout
+from torch import Tensor
+
+from surface_fusion.encoder_fusion import (
+    Combination,
+    EncoderFusion,
+    ExtraLayers,
+    FusionMethod,
+    LayerAttention,
+    methods,
+)
+
+
+def build_fusion(cfg: Any) -> FusionMethod | None:
+    """Build the module that fuses the encoder's states, or None if the method has none.
+
+    Args:
+        cfg: a :class:`surface_fusion.config.model.SurfaceFusionConfig`.
+    """
+    method: Any = methods().get(cfg.encoder_fusion)
+    if method is None or issubclass(method, (ExtraLayers, Combination)):
+        return None
+    encoder, embedding = cfg.encoder, cfg.encoder_fusion_embedding
+    states, options = encoder.layers + embedding, cfg.fusion_options(method)
+    fusion: FusionMethod
+    if issubclass(method, EncoderFusion):
+        fusion = method(states, encoder.embed_dim, **options)
+        return fusion
+    fusion = method(
+        states,
+        encoder.embed_dim,
+        cfg.decoder.layers,
+        embedding=embedding,
+        embedding_dropout=0.0 if cfg.ta_posedemb else cfg.dropout,  # the encoder's input has been dropped out
+        embedding_norm=embedding and not cfg.no_ta_embnorm and not encoder.normalize_before,
+        dropout=cfg.ta_dropout,
+        dropconnect=cfg.ta_dropconnect,
+        ffn_dim=encoder.ffn_embed_dim if cfg.ta_ffn else 0,
+        ffn_dropout=cfg.dropout,
+        activation_dropout=float(cfg.activation_dropout),
+        activation=utils.get_activation_fn(str(cfg.activation_fn)),
+        normalize_before=encoder.normalize_before,
+        # --retain-dropout-modules finds dropout by the name of its stack.
+        make_dropout=functools.partial(FairseqDropout, module_name="TransformerEncoder"),
+        **options,
+    )
+    return fusion
+
+
+def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
+    """Build the combination for the layers of *stack*, a section of *cfg*, or None if the method has none."""
+    method: Any = methods(Combination).get(cfg.encoder_fusion)
+    if method is None:
+        return None
+    embedding = not cfg.no_encoder_fusion_embedding
+    combination: Combination = method(
+        stack.layers, dim, stack.normalize_before, embedding, **cfg.fusion_options(method)
+    )
+    return combination
+
+
+def fused_states(
+    cfg: Any, fusion: Any, states: list[Tensor], word_embeddings: Callable[[], Tensor]
+) -> list[Tensor]:
+    """Return the inputs of *fusion*: the layers' outputs, preceded by the embedding layer if it is fused.
+
+    Args:
+        states: the encoder's input and its layers' outputs, ... x C each.
+        word_embeddings: gives the scaled embeddings without positions, ... x C.
+    """
+    if not cfg.encoder_fusion_embedding:
+        return states[1:]
+    if isinstance(fusion, LayerAttention) and not cfg.ta_posedemb:
+        return [word_embeddings(), *states[1:]]
+    return states
+
+
+def with_extra_layers(cfg: Any) -> Any:
+    """Return a copy of *cfg* whose encoder includes the layers that ``extra-layers`` adds."""
+    cfg = copy.deepcopy(cfg)
+    cfg.encoder.layers += cfg.extra_encoder_layers
+    return cfg

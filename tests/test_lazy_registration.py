@@ -1,0 +1,114 @@
+"""What `import surface_fusion` imports and when it registers, each in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+FORBID_FAIRSEQ = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "fairseq":
+            raise ImportError("fairseq is forbidden")
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+IS_REGISTERED = """
+import logging, sys
+from fairseq import checkpoint_utils
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.models import MODEL_REGISTRY
+from fairseq.optim import OPTIMIZER_REGISTRY
+
+assert "transformer_surface_fusion" in MODEL_REGISTRY
+assert "fused_label_smoothed_cross_entropy" in CRITERION_REGISTRY and "flat_adam" in OPTIMIZER_REGISTRY
+assert hasattr(checkpoint_utils.load_checkpoint_to_cpu, "__wrapped__"), "fairseq is not repaired"
+for name, module in list(sys.modules.items()):
+    if name.startswith("surface_fusion."):  # imported once and completely
+        package, _, last = name.rpartition(".")
+        assert getattr(sys.modules[package], last) is module, name
+        assert module.__spec__.name == name and not module.__spec__._initializing, name
+        assert module.__spec__.origin == module.__file__, name
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_package_alone_imports_neither_torch_nor_fairseq() -> None:
+    run(
+        "import sys, surface_fusion; from surface_fusion import SurfaceFusionError, __version__;"
+        "assert not {'torch', 'fairseq', 'numpy'} & {*sys.modules}, 'heavy'"
+    )
+
+
+def test_what_needs_no_fairseq_works_without() -> None:
+    run(
+        FORBID_FAIRSEQ
+        + """
+import surface_fusion.errors, surface_fusion.ops.distributions, surface_fusion.version
+from surface_fusion.encoder_fusion import methods
+import torch
+
+states = [torch.randn(2, 3, 16) for _ in range(4)]
+fusion = methods()["dwatt"](4, 16, bottleneck=4)
+fusion.reset_parameters()
+assert fusion(states).shape == (2, 3, 16)
+assert methods()["fine-grained"](4, 16, 5)(states).shape == (2, 3, 80)
+kept = []
+assert methods()["dlcl"](4, 16, True, True)(states[0], kept).shape == (2, 3, 16)
+assert "fairseq" not in sys.modules
+try:
+    from surface_fusion import SurfaceFusionModel
+except ImportError as error:
+    assert "forbidden" in str(error)
+else:
+    raise AssertionError
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import surface_fusion",
+        "import fairseq, surface_fusion",
+        "import surface_fusion.encoder_fusion, fairseq.models",
+        "from surface_fusion import SurfaceFusionModel, compat",
+        "import surface_fusion; surface_fusion.register(); surface_fusion.register()",
+        # Modules that registration imports as well: their own import has not ended when it does.
+        "import surface_fusion.config.encoder_fusion",
+        "import surface_fusion.sequence_generator",
+        "import surface_fusion.compat.silence",
+        "from surface_fusion.decoding.eligibility import why_not_fast",
+    ],
+)
+def test_it_is_registered_whatever_is_imported_first(first: str) -> None:
+    run(first + IS_REGISTERED)
+
+
+def test_the_root_logger_is_left_alone() -> None:
+    run("import logging, surface_fusion; surface_fusion.register(); assert not logging.getLogger().handlers")
+
+
+def test_a_spawned_process_is_registered() -> None:
+    """It imports the module of the function that it is to run, here one that imports fairseq itself."""
+    code = """
+import multiprocessing
+import surface_fusion
+from fairseq.models import MODEL_REGISTRY
+from surface_fusion.config.model import SurfaceFusionConfig
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        config = pool.apply(SurfaceFusionConfig)
+    assert config.surfacefusion is None
+"""
+    run(code)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up (scripts/setup.sh) and runs all checks: ruff, mypy and the tests.
+# Sets everything up (scripts/setup.sh) and runs all checks: ruff, mypy, the import rules and the tests.
 #
 #   scripts/test.sh [PYTEST_ARGUMENT...]      for example: scripts/test.sh tests/test_golden.py -k soft
 set -euo pipefail
@@ -18,6 +18,8 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy surface_fusion
+printf '== lint-imports\n'
+lint-imports || failed+=("lint-imports") # the direction of imports, see pyproject.toml
 # A process for each core, no more than 4 (each loads torch); a file's tests stay together and share what they made.
 check pytest -n auto --maxprocesses=4 --dist loadfile "$@"
 if ((${#failed[@]})); then

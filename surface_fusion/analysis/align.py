@@ -42,8 +42,8 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
     decoder: Any = loaded.model.decoder
     found: list[Alignment] = []
     surface: Any = getattr(decoder, "sf_attn", None)
-    asked: list[Any] = []
-    hook = surface.register_forward_pre_hook(lambda _, args: asked.append(args)) if surface else None
+    calls: list[Any] = []
+    hook = surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else None
     try:
         extra = loaded.model(**net)[1]
     finally:
@@ -51,7 +51,7 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
             hook.remove()
     source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
     words = [loaded.task.target_dictionary[i] for i in target.tolist()]
-    for query, key, _, mask, *_ in asked:
+    for query, key, _, mask, *_ in calls:
         weights = surface.weights(query, key, mask)[0].mean(0)
         found.append(Alignment("surface", weights.cpu(), source, words))
     own = extra["attn"][0]

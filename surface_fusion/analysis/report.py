@@ -20,7 +20,7 @@ TITLES = {
     "pca": "The most frequent words, two main directions",
     "neighbours": "Nearest target words",
     "branches_summary": "The two branches, means over all tokens",
-    "branches": "What each branch would have said",
+    "branches": "Predictions of each branch",
     "align_surface": "What the surface attention reads",
     "align_decoder": "What the decoder's last layer reads",
 }

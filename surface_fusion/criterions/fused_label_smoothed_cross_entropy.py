@@ -32,17 +32,17 @@ from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.backend import INSTALLED
-from surface_fusion.ops.distributions import at_least_float32
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
+from surface_fusion.ops.precision import at_least_float32
 from surface_fusion.packed.eligibility import (
     accumulating,
-    has_layers,
     unwrapped,
+    why_layers_not_packed,
     why_not_fused,
     why_not_packed,
 )
 from surface_fusion.packed.flat_parameters import flat_of
-from surface_fusion.packed.kernel_warmup import Compilation
+from surface_fusion.packed.kernel_warmup import compile_kernels
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 
@@ -83,11 +83,10 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
         self._paths: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
-        self._compilation: Compilation | None = None
         self.statistics = OverlappedStatistics()
 
     def prepare(self, model: Any, cfg: Any) -> None:
-        """Start compiling the GPU kernels of a training step in the background.
+        """Compile the GPU kernels of a training step on packed rows, if *model* can have one.
 
         Args:
             model: the model before fairseq moves it to the GPU.
@@ -96,13 +95,13 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         common = cfg.common
         if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
             return
-        if self.sf_plain or why_not_fused(model) is not None or not has_layers(unwrapped(model)):
+        if self.sf_plain or why_not_fused(model) is not None or why_layers_not_packed(model) is not None:
             return
         if not torch.cuda.is_available() or not INSTALLED:
             return
         dtype = torch.float16 if common.fp16 else torch.bfloat16 if common.bf16 else torch.float32
         device = torch.device("cuda", torch.cuda.current_device())
-        self._compilation = Compilation(unwrapped(model), self.eps, dtype, device)
+        compile_kernels(unwrapped(model), self.eps, dtype, device)
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -177,7 +176,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         if reason is not None or flat is None:
             return FUSED, f"output layer and loss in one; the layers as they are, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
-        step = PackedStep(packed, self.eps, self.ignore_prefix_size, self._compilation)
+        step = PackedStep(packed, self.eps, self.ignore_prefix_size)
         device = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
         return Path(step), f"batches without padding, {device}"
 

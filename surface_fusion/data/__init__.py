@@ -1,1 +1,1 @@
-"""Batches: load balancing, building them ahead of time, and collation."""
+"""Batches: load balancing over GPUs, and data workers that persist over epochs."""

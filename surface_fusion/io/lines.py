@@ -85,7 +85,7 @@ def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str
     except (AttributeError, OSError):  # a stream in memory, or a system without poll
         yield from _groups(typed_lines(stream), at_most)
         return
-    begun: list[bytes] = []  # parts of an incomplete line
+    incomplete: list[bytes] = []  # parts of the last line
     ready: list[bytes] = []
     first, ended = True, False
     while ready or not ended:
@@ -96,12 +96,12 @@ def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str
         if chunk:
             *whole, last = chunk.split(b"\n")
             for line in whole:
-                ready.append(b"".join((*begun, line, b"\n")))
-                begun.clear()
-            begun.append(last)
+                ready.append(b"".join((*incomplete, line, b"\n")))
+                incomplete.clear()
+            incomplete.append(last)
         elif chunk is not None:
             ended = True
-            ready += filter(None, [b"".join(begun)])
+            ready += filter(None, [b"".join(incomplete)])
         if ready and (not chunk or len(ready) >= at_most):
             part, ready = ready[:at_most], ready[at_most:]
             lines = [without_line_end(line.decode("utf-8", "replace")) for line in part]

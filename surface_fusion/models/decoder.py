@@ -30,12 +30,8 @@ from surface_fusion.modules.no_feed_forward import without_feed_forward
 from surface_fusion.modules.surface_attention import SurfaceAttention
 from surface_fusion.modules.torchscript import NotScriptable
 from surface_fusion.modules.word_dropout import WordDropout
-from surface_fusion.ops.distributions import (
-    at_least_float32,
-    exponentiated_log_probs,
-    hard_log_probs,
-    log_softmax,
-)
+from surface_fusion.ops.distributions import exponentiated_log_probs, hard_log_probs, log_softmax
+from surface_fusion.ops.precision import at_least_float32
 
 
 class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):

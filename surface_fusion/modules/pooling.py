@@ -7,6 +7,8 @@ every target position (SurfaceFusion, Liu et al., ICLR 2021).
 import torch
 from torch import Tensor
 
+from surface_fusion.ops.precision import accumulation_dtype
+
 PUBLISHED_FIRST_ID = 50
 """The published code pools only tokens whose id is at least this (``--sf-pool-published``)."""
 
@@ -19,7 +21,7 @@ def pooled_tokens(src_tokens: Tensor, padding_idx: int, published: bool) -> Tens
 def mean_pool(embed: Tensor, keep: Tensor) -> Tensor:
     """Mean of the kept rows of *embed* (B x S x C), zero where none is kept: B x 1 x C."""
     keep = keep.unsqueeze(-1)
-    wide = torch.promote_types(embed.dtype, torch.float32)  # a sum over a long sentence overflows float16
+    wide = accumulation_dtype(embed.dtype)  # a sum over a long sentence overflows float16
     total = embed.masked_fill(~keep, 0).sum(dim=1, keepdim=True, dtype=wide)
     return (total / keep.sum(dim=1, keepdim=True).clamp(min=1)).to(embed.dtype)
 

@@ -4,7 +4,8 @@ w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
 
 with m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2 (Kingma & Ba, 2015, in the order of the end
 of their section 2, whose epsilon is not bias-corrected; decay as in Loshchilov & Hutter, 2019). Tensors are
-1-D, of one shape; weights and moments are changed in place.
+1-D, of one shape; weights and moments are changed in place. :func:`fused_adam` is tested against
+:func:`plain_adam`.
 """
 
 import math

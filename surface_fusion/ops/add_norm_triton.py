@@ -1,8 +1,10 @@
-"""Triton: bias, dropout, residual and LayerNorm in one pass over the rows; ReLU's backward with its bias.
+"""Triton: bias, dropout, residual and LayerNorm in one pass over the rows, forward and backward.
 
-With x, residual of N x C: ``s = residual + dropout(x + bias)``, ``y = (s - mean) / std * weight + bias``.
-Gradients of vectors are sums over all rows: each program keeps its own sum over the rows that it
-takes in turn, and torch adds those up.
+``s = residual + dropout(x + x_bias)``, ``y = (s - mean) / std * weight + bias``, with x, residual, s and y of
+N x C. Tested against torch's operations in ``add_norm.py``.
+
+Gradients of vectors are sums over all rows: each program sums up the rows that it processes, and torch adds
+the programs' sums.
 """
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from surface_fusion.ops.dropout_triton import keep
 
 PROGRAMS = 264
-"""How many share the rows in backward: two for each multiprocessor of an H100."""
+"""Maximum number of programs in backward: two for each multiprocessor of an H100."""
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def _add_norm_kernel(
     if DROPOUT:
         x = tl.where(keep(tl.load(seed_base), rows[:, None], cols[None, :], rate), x / (1 - rate), 0.0)
     s = x + tl.load(residual_base + at, mask=mask, other=0.0).to(tl.float32)
-    s = s.to(s_base.dtype.element_ty).to(tl.float32)  # what is normalised is what is kept
+    s = s.to(s_base.dtype.element_ty).to(tl.float32)  # normalise the rounded sum, which is stored
     tl.store(s_base + at, s.to(s_base.dtype.element_ty), mask=mask)
     mean = tl.sum(s, 1) / C
     centred = tl.where(inside[None, :], s - mean[:, None], 0.0)
@@ -91,28 +93,6 @@ def _add_norm_backward_kernel(
     tl.store(sums + 2 * C, d_x_bias, mask=inside)
 
 
-@triton.jit
-def _relu_backward_kernel(
-    grad_base: tl.tensor, h_base: tl.tensor, scale: tl.tensor, n: tl.tensor, du_base: tl.tensor,
-    sums_base: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
-    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = cols < C
-    total = tl.zeros((BLOCK_C,), tl.float32)
-    first = tl.program_id(0) * ROWS
-    while first < n:
-        rows = first + tl.arange(0, ROWS)
-        mask = (rows < n)[:, None] & inside[None, :]
-        at = rows.to(tl.int64)[:, None] * C + cols[None, :]
-        h = tl.load(h_base + at, mask=mask, other=0.0)
-        du = tl.load(grad_base + at, mask=mask, other=0.0).to(tl.float32) * scale
-        du = tl.where(h > 0, du, 0.0)
-        tl.store(du_base + at, du.to(du_base.dtype.element_ty), mask=mask)
-        total += tl.sum(du, 0)
-        first += tl.num_programs(0) * ROWS
-    tl.store(sums_base + tl.program_id(0) * C + cols, total, mask=inside)
-
-
 def _shape(dim: int) -> dict[str, int]:
     """A block of about 4,096 elements."""
     block = triton.next_power_of_2(dim)
@@ -165,21 +145,3 @@ def add_norm_backward(
         **shape, DROPOUT=rate > 0, FROM_Y=dy is not None, FROM_S=ds is not None,
     )  # fmt: skip
     return d_x, d_residual, sums.sum(0)
-
-
-def relu_backward(grad: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradient before a ReLU whose output, perhaps with zeros dropped into it, is *h*; and its sum over rows.
-
-    Args:
-        grad, h: N x C.
-        scale: by what dropout multiplied what it kept.
-    """
-    n, dim = h.shape
-    du = torch.empty_like(grad)
-    block, rows = min(triton.next_power_of_2(dim), 512), 8
-    programs = min(PROGRAMS // 2, triton.cdiv(n, rows))
-    sums = torch.empty((programs, dim), dtype=torch.float32, device=h.device)
-    _relu_backward_kernel[(programs, triton.cdiv(dim, block))](
-        grad, h, scale, n, du, sums, C=dim, BLOCK_C=block, ROWS=rows, num_warps=4
-    )
-    return du, sums.sum(0)

@@ -1,12 +1,12 @@
-"""Triton: attention for one decoding step, where the hypotheses of a sentence share keys and values.
+"""Triton: attention for one decoding step, where the beams of a sentence share keys and values.
+
+``softmax(Q K^T / sqrt(d) + bias) V`` per sentence and head: queries S x H x B x d for S sentences of B beams,
+keys and values S x H x N x d, the last axis contiguous; bias S x 1 x B x N or S x 1 x 1 x N. Tested against
+torch's ``scaled_dot_product_attention``.
 
 torch's kernels are made for many queries: they use a block of 64 for four of them, in float32 without tensor
 cores. Here each sentence and head is one small block that reads each key and value once, up to the last
-position written.
-
-Shapes: queries S x H x B x d for S sentences of B hypotheses, keys and values S x H x N x d, the last axis
-contiguous; bias S x 1 x B x N or S x 1 x 1 x N. One compilation, which takes most of a second, serves both
-self-attention and encoder attention.
+position written. One compilation serves both self-attention and encoder attention.
 """
 
 import triton
@@ -65,7 +65,7 @@ def _read_kernel(
 
 
 def read_keys(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:
-    """Attention output of each hypothesis, heads concatenated: S x B x (H d).
+    """Return the attention output of each beam, heads concatenated: S x B x (H d).
 
     Args:
         last: 1, int64: the last position to read; key i belongs to position i // B.

@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 def capture(work: Callable[[], Result], stream: Any, pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture the kernels that *work* launches; return the graph and the result of *work*.
 
-    The kernels do not run. Unlike ``torch.cuda.graph`` this does not collect garbage and empty the
-    allocator's cache for each graph, which would take seconds over all graphs. Garbage collection is disabled
-    during the capture: freeing another model's graphs would invalidate it.
+    The kernels do not run. Unlike ``torch.cuda.graph`` this neither collects garbage nor empties the
+    allocator's cache for each graph, which takes seconds for all graphs of a training. Garbage collection is
+    disabled during the capture: freeing another model's graphs would invalidate it.
 
     Args:
         work: launches on the current stream without synchronising.

@@ -16,8 +16,8 @@ hard, renorm.  (not published)                            ``lsm(E (g h + (1-g) r
 =============  =========================================  ===========================
 
 ``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
-one vocabulary projection, not two. (SurfaceFusion: Liu et al., ICLR 2021,
-https://arxiv.org/abs/2012.14768.)
+one vocabulary projection, not two; the tests compare them with the published formulas. (SurfaceFusion: Liu et
+al., ICLR 2021, https://arxiv.org/abs/2012.14768.)
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from surface_fusion.ops.precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,13 @@ MODES = {
 }
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Cast *x* to float32; float64 stays float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-softmax over the last axis, in float32 at least."""
-    return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return F.log_softmax(logits, dim=-1, dtype=accumulation_dtype(logits.dtype))
 
 
 def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
-    """``g lsm(z) + (1-g) lsm(s)``: not normalised, the sum of its exp is at most 1.
+    """``g lsm(z) + (1-g) lsm(s)``, mode hard: not normalised, the probabilities sum to at most 1.
 
     Args:
         logits: z and s, ``[..., 2, vocab]``.

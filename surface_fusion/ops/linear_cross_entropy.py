@@ -5,12 +5,16 @@ For token n with weight w_n (0: padding), target y, logits z = E x_n and smoothi
 
     ce(z) = -sum_v q_v lsm(z)_v = lse(z) - sum_v q_v z_v        d ce / d z = softmax(z) - q
 
+with lse the log-sum-exp and lsm the log-softmax; the loss of a batch is
+
 =======  =============  =============================================================
-          features       loss
+         features       loss
 =======  =============  =============================================================
 single   N x C          sum_n w_n ce(E x_n)
 paired   N x 2 x C      sum_n w_n (g ce(E h_n) + (1-g) ce(E r_n)), published hard fusion
 =======  =============  =============================================================
+
+The oracle is :func:`linear_cross_entropy_plain`, which is tested against the formula.
 
 Logits are computed for one chunk of rows at a time. A kernel overwrites them with their gradient G, and both
 products of the backward pass, G E and G^T X, are computed at once: three GEMMs and one kernel per chunk.
@@ -31,13 +35,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from surface_fusion.ops.distributions import at_least_float32, log_softmax
+from surface_fusion.ops.distributions import log_softmax
+from surface_fusion.ops.precision import accumulation_dtype, at_least_float32
 
-# Logits of one chunk. Chunks of 4096 and 8192 rows fill the 132 multiprocessors of an H100; on a CPU they
-# should stay in its caches, as far as the GEMMs allow.
 CHUNK_BYTES = {"cuda": 576 * 2**20, "cpu": 16 * 2**20}
+"""Size of the logits of one chunk. On a GPU 4096 or 8192 rows fill the 132 multiprocessors of an H100; on a
+CPU the chunk should fit into the caches, but smaller products are slower."""
+
 LEAST_CHUNK_ROWS = 64
-GRADIENT_RANGE = 1024.0  # the largest gradient of a logit, in units: exact for float16 down to 6e-8
+
+GRADIENT_RANGE = 1024.0
+"""The largest gradient of a logit, in units; float16 then resolves 6e-8 units."""
 
 
 class LinearCrossEntropy(NamedTuple):
@@ -56,40 +64,34 @@ def linear_cross_entropy(
     *,
     smoothing: float,
     gate: Tensor | float | None = None,
-    chunk_rows: int | None = None,
-    plain: bool = False,
 ) -> LinearCrossEntropy:
-    """Label-smoothed cross entropy of the logits ``features @ weight.T``, see the module's head.
+    """Compute the label-smoothed cross entropy of the logits ``features @ weight.T``.
 
-    It is differentiable in *features*, *weight* and *gate*; under ``torch.no_grad`` no gradient is computed.
-    It does not synchronise.
+    The loss is differentiable in *features*, *weight* and *gate*; under ``torch.no_grad`` no gradient is
+    computed. The function does not synchronise.
 
     Args:
         features: N x C, or N x 2 x C: the pair (h, r) of hard fusion.
         weight: output embedding E, V x C, of the features' dtype (or under autocast of any).
         target: N, ids below V (any id where the weight is 0).
-        row_weight: N, of any dtype; 0 for a row that is ignored.
+        row_weight: N, of any dtype; rows of weight 0 are ignored.
         smoothing: fairseq's ``--label-smoothing``.
-        gate: weight g of the first branch, a number or N; needed for pairs and for them only.
-        chunk_rows: rows of logits that exist at a time, by default what ``CHUNK_BYTES`` allows.
-        plain: use :func:`linear_cross_entropy_plain`.
+        gate: weight g of the first branch, a number or N; required for pairs, not allowed otherwise.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
     if (features.dim(), gate is None) not in ((2, True), (3, False)):
         raise ValueError(
-            f"features {tuple(features.shape)} with gate {gate}: N x C has none, N x 2 x C has one"
+            f"features {tuple(features.shape)} with gate {gate}: pass a gate with N x 2 x C, none with N x C"
         )
-    if plain or len(target) == 0:
+    if len(target) == 0:
         return linear_cross_entropy_plain(
             features, weight, target, row_weight, smoothing=smoothing, gate=gate
         )
     x = features if features.dim() == 3 else features.unsqueeze(1)
-    loss, logged = _Chunked.apply(
-        x, weight, target, row_weight, gate, smoothing, chunk_rows, torch.is_grad_enabled()
-    )
-    return LinearCrossEntropy(loss, logged[0], logged[1])
+    loss, nlls = _Chunked.apply(x, weight, target, row_weight, gate, smoothing, torch.is_grad_enabled())
+    return LinearCrossEntropy(loss, nlls[0], nlls[1])
 
 
 def linear_cross_entropy_plain(
@@ -101,7 +103,7 @@ def linear_cross_entropy_plain(
     smoothing: float,
     gate: Tensor | float | None = None,
 ) -> LinearCrossEntropy:
-    """Reference implementation by the formula, with all N x V log-probabilities in float32."""
+    """Compute the formula with all N x V log-probabilities in float32: the oracle of the tests."""
     lprobs = log_softmax(F.linear(features, weight))
     if gate is not None:
         g = at_least_float32(gate).unsqueeze(-1) if isinstance(gate, Tensor) else gate
@@ -134,10 +136,10 @@ def softmax_rows_torch_(
         target: n, contiguous.
         row_weight: n, contiguous, of the dtype of *sums*.
         gate: n, of the dtype of *sums*, for a pair.
-        unit: what one unit of the gradient is worth, 0-dim, of the dtype of *sums*.
+        unit: size of the unit in which the gradient is stored, 0-dim, of the dtype of *sums*.
         smoothing: fairseq's ``--label-smoothing``.
         sums: 4 x n, float32 or float64: weighted loss, nll, normalised nll, gradient of the gate.
-        with_gradient: whether the gradient is wanted.
+        with_gradient: whether to compute the gradient.
     """
     x = at_least_float32(logits)
     eps_i = smoothing / (x.shape[-1] - 1)
@@ -171,7 +173,7 @@ def softmax_rows_torch_(
 
 @cache
 def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
-    """The implementation for a device."""
+    """Return the implementation for a device and dtype."""
     if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton"):
         from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
@@ -181,7 +183,7 @@ def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
 
 @cache
 def _mixed_addmm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of *dtype* can be added to a float32 matrix here (CUDA, torch newer than 2.8)."""
+    """Whether a product of *dtype* can be added to a float32 matrix (on CUDA, with torch newer than 2.8)."""
     matrix, total = torch.zeros(8, 8, dtype=dtype, device=device), torch.zeros(8, 8, device=device)
     try:
         torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
@@ -199,24 +201,24 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """*gradient* times *scale* in its own dtype, then in *dtype*: one pass."""
+    """Multiply *gradient* by *scale* in its own dtype and cast to *dtype*, in one pass."""
     if gradient is None:
         return None
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def row_stride(vocab: int) -> int:
-    """Rows of logits start at multiples of 64 elements whatever the vocabulary: whole vectors."""
+    """Distance of two rows of logits: a multiple of 64 elements, so that loads are vectorised."""
     return -(-vocab // 64) * 64
 
 
-def _default_chunk_rows(row_bytes: int, device_type: str) -> int:
+def _chunk_rows(row_bytes: int, device_type: str) -> int:
     rows = max(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // row_bytes, LEAST_CHUNK_ROWS)
     return 1 << (rows.bit_length() - 1)
 
 
 class _Chunked(torch.autograd.Function):
-    """:func:`linear_cross_entropy` of N x 1 x C or N x 2 x C; returns the loss and the two to log."""
+    """:func:`linear_cross_entropy` of N x 1 x C or N x 2 x C; returns the loss and both nll."""
 
     @staticmethod
     def forward(
@@ -227,58 +229,31 @@ class _Chunked(torch.autograd.Function):
         row_weight: Tensor,
         gate: Tensor | float | None,
         smoothing: float,
-        chunk_rows: int | None,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.dtypes = features.dtype, weight.dtype, gate.dtype if isinstance(gate, Tensor) else None
-        tokens, branches, dim = features.shape
-        vocab = weight.shape[0]
-        device = features.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else features.dtype
-        exact = torch.promote_types(dtype, torch.float32)
-        x, matrix = features.to(dtype).reshape(-1, dim), weight.to(dtype)
-        target, row_weight = target.contiguous(), row_weight.to(exact).contiguous()
+        ctx.shape = features.shape
+        device_type = features.device.type
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else features.dtype
+        exact = accumulation_dtype(dtype)
+        x, matrix = features.to(dtype).reshape(-1, features.shape[-1]), weight.to(dtype)
+        row_weight = row_weight.to(exact).contiguous()
         unit = torch.linalg.vector_norm(row_weight, float("inf")).clamp_min(1e-30) / GRADIENT_RANGE
         if isinstance(gate, float | int):
-            gate = torch.full((1,), gate, dtype=exact, device=device).expand(tokens)
+            gate = torch.full((1,), gate, dtype=exact, device=features.device).expand(len(features))
         elif gate is not None:
             gate = gate.to(exact)
 
         needs_x, needs_matrix, _, _, needs_gate = (grad_enabled and n for n in ctx.needs_input_grad[:5])
         d_x = torch.empty_like(x, dtype=exact) if needs_x else None
         d_matrix = torch.empty_like(matrix, dtype=exact) if needs_matrix else None
-        sums = torch.empty(4, tokens, dtype=exact, device=device)
-        stride = row_stride(vocab)
-        chunk_rows = chunk_rows or _default_chunk_rows(stride * dtype.itemsize, device.type)
-        step = min(max(chunk_rows // branches, 1), tokens)
-        buffer = torch.empty(step * branches, stride, dtype=dtype, device=device)
-        softmax_rows_ = _softmax_rows(device.type, dtype)
-        for start in range(0, tokens, step):
-            chunk = slice(start, min(start + step, tokens))
-            rows = slice(chunk.start * branches, chunk.stop * branches)
-            logits = buffer[: rows.stop - rows.start, :vocab]
-            torch.mm(x[rows], matrix.t(), out=logits)
-            softmax_rows_(
-                logits.unflatten(0, (-1, branches)),
-                target[chunk],
-                row_weight[chunk],
-                gate[chunk] if gate is not None else None,
-                unit,
-                smoothing,
-                sums[:, chunk],
-                needs_x or needs_matrix,
-            )
-            if d_x is not None:
-                _add_product(d_x[rows], logits, matrix, beta=0)
-            if d_matrix is not None:
-                _add_product(d_matrix, logits.t(), x[rows], beta=int(start > 0))
-
-        loss, logged = sums[0].sum(), sums[1:3].sum(dim=1)
-        ctx.mark_non_differentiable(logged)
+        tokens = target.contiguous(), row_weight, gate
+        sums = _sums_of_chunks(x, matrix, tokens, unit, smoothing, d_x, d_matrix)
+        loss, nlls = sums[0].sum(), sums[1:3].sum(dim=1)
+        ctx.mark_non_differentiable(nlls)
         ctx.save_for_backward(unit, d_x, d_matrix, sums[3] if needs_gate else None)
-        ctx.shape = features.shape
-        return loss, logged
+        return loss, nlls
 
     @staticmethod
     @once_differentiable
@@ -293,5 +268,53 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
             _scaled(d_gate, grad_loss, gate_dtype),
-            *(None,) * 3,
+            *(None,) * 2,
         )
+
+
+def _sums_of_chunks(
+    x: Tensor,
+    matrix: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor | None],
+    unit: Tensor,
+    smoothing: float,
+    d_x: Tensor | None,
+    d_matrix: Tensor | None,
+) -> Tensor:
+    """Return the sums of :func:`softmax_rows_torch_` for all tokens, 4 x N; write the gradients.
+
+    Args:
+        x: flattened features, N x C or 2N x C.
+        matrix: V x C, of the same dtype.
+        tokens: target, row weight and gate, N each.
+        unit, smoothing: see :func:`softmax_rows_torch_`.
+        d_x, d_matrix: gradients of *x* and *matrix* to write, in units.
+    """
+    target, row_weight, gate = tokens
+    n, vocab = len(target), len(matrix)
+    branches = len(x) // n
+    sums = torch.empty(4, n, dtype=row_weight.dtype, device=x.device)
+    stride = row_stride(vocab)
+    step = min(max(_chunk_rows(stride * x.dtype.itemsize, x.device.type) // branches, 1), n)
+    buffer = torch.empty(step * branches, stride, dtype=x.dtype, device=x.device)
+    softmax_rows_ = _softmax_rows(x.device.type, x.dtype)
+    for start in range(0, n, step):
+        chunk = slice(start, min(start + step, n))
+        rows = slice(chunk.start * branches, chunk.stop * branches)
+        logits = buffer[: rows.stop - rows.start, :vocab]
+        torch.mm(x[rows], matrix.t(), out=logits)
+        softmax_rows_(
+            logits.unflatten(0, (-1, branches)),
+            target[chunk],
+            row_weight[chunk],
+            gate[chunk] if gate is not None else None,
+            unit,
+            smoothing,
+            sums[:, chunk],
+            d_x is not None or d_matrix is not None,
+        )
+        if d_x is not None:
+            _add_product(d_x[rows], logits, matrix, beta=0)
+        if d_matrix is not None:
+            _add_product(d_matrix, logits.t(), x[rows], beta=int(start > 0))
+    return sums

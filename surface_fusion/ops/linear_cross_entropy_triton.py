@@ -1,11 +1,12 @@
 """Triton: compute the loss of logits and overwrite them with their gradient, in two passes over a row.
 
-One program per token. The first pass keeps a running maximum and sum of exponentials ("online
-softmax", Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) and the sum of the logits, of
-one row, or of a pair of rows and of their mixture. The second finds the row in the cache and
-overwrites it. The running maximum is one per thread, not per tile: threads meet once a row.
+The losses, and ``w (softmax(z) - q)``, see ``linear_cross_entropy.py``; logits are n x 1 x V or n x 2 x V.
+Tested against :func:`surface_fusion.ops.linear_cross_entropy.softmax_rows_torch_`.
 
-Import only where triton is installed. ``TRITON_INTERPRET=1`` runs all of it on the CPU.
+One program per token. The first pass keeps a running maximum and sum of exponentials ("online softmax",
+Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867) and the sum of the logits, of one row, or of a
+pair of rows and of their mixture. The second pass reads the row from the cache and overwrites it. Each thread
+has its own running maximum, so threads synchronise once per row, not once per tile.
 """
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES, WIDTH = 512, 8  # a tile: each lane reads 8 neighbours, 16 bytes of float16
+LANES, WIDTH = 512, 8  # a tile: each lane reads 8 adjacent elements, 16 bytes of float16
 NUM_WARPS = 8
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,10 +25,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf minus -inf is NaN
 def _read(
     row: tl.tensor, cols: tl.tensor, limit: tl.tensor, VOCAB: tl.constexpr, EVICT: tl.constexpr
 ) -> tl.tensor:
-    """A tile of logits, -inf behind the vocabulary.
+    """A tile of logits, -inf after the vocabulary.
 
-    The mask of the load ends at *limit*, the row's stride, a multiple of 64: it stays whole vectors.
-    *EVICT* tells the cache that the row is read once more (``evict_last``) or not (``evict_first``).
+    The mask of the load ends at *limit*, the row's stride, a multiple of 64, so that loads are vectorised.
+    *EVICT* tells the cache whether the row is read again (``evict_last``) or not (``evict_first``).
     """
     x = tl.load(row + cols, mask=cols < limit, other=0.0, eviction_policy=EVICT).to(tl.float32)
     return tl.where(cols < VOCAB, x, float("-inf"))
@@ -35,7 +36,7 @@ def _read(
 
 @triton.jit
 def _online(x: tl.tensor, peak: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Every lane's running maximum and sum of exp(x - maximum), with one more tile."""
+    """Update each lane's running maximum and sum of exp(x - maximum) by a tile."""
     new_peak = tl.maximum(peak, tl.max(x, axis=1))
     shrink = tl.exp2((peak - new_peak) * LOG2E)
     return new_peak, total * shrink + tl.sum(tl.exp2((x - new_peak[:, None]) * LOG2E), axis=1)
@@ -62,7 +63,7 @@ def _write_gradient(
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
 ) -> None:
-    """A tile becomes scale * (softmax - q)."""
+    """Overwrite a tile with scale * (softmax - q)."""
     x = _read(row, cols, limit, VOCAB, "evict_first")
     q = scale * (on_each + tl.where(cols == y, on_target, 0.0))
     gradient = scale / total * tl.exp2((x - peak) * LOG2E) - q
@@ -99,7 +100,7 @@ def _softmax_kernel(
         z_row = logits + token * (2 * STRIDE)
     s_row = z_row + STRIDE
 
-    # A target outside of the vocabulary makes the loss NaN. Read before any thread may write.
+    # A target outside of the vocabulary makes the loss NaN. Read it before any thread writes.
     known = real & (y >= 0) & (y < VOCAB)
     z_y = tl.load(z_row + y, mask=known, other=float("nan")).to(tl.float32)
     z_peak = tl.full([LANES], LOWEST, tl.float32)
@@ -166,8 +167,8 @@ def softmax_rows_(
 ) -> None:
     """As :func:`~surface_fusion.ops.linear_cross_entropy.softmax_rows_torch_`, in one kernel.
 
-    What lies between the vocabulary's end and the row's stride is overwritten too. Compiled once for each
-    vocabulary size, dtype, pair or not, gradient or not.
+    Also overwrites the elements between the end of the vocabulary and the row's stride. Triton compiles the
+    kernel for each vocabulary size and dtype, with and without pairs and gradient.
     """
     tokens, branches, vocab = logits.shape
     on_each = smoothing / (vocab - 1)

@@ -1,8 +1,10 @@
 """Attention over packed rows: sentence i of the queries reads sentence i of the keys.
 
-Computes ``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d. On a
-GPU the kernels of ``attention_kernels.py`` need no padding. On a CPU, and as the reference in tests,
-sentences are padded for ``scaled_dot_product_attention``.
+``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d.
+
+On a GPU the kernels of ``packed_attention_triton.py`` need no padding; they are tested against
+:func:`attend_padded`. On a CPU :func:`attend_padded` pads the sentences for torch's
+``scaled_dot_product_attention``; it is tested against the formula in a loop over sentences.
 """
 
 from typing import Any
@@ -12,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.ops.backend import use_kernels
-from surface_fusion.ops.packed_rows import PackedRows, Places
+from surface_fusion.ops.packed_rows import PackedRows, Padding
 
 WIDEST_HEAD = 1024
-"""Maximum width of a head, which must fit into a multiprocessor; callers must check it."""
+"""Maximum width of a head: a block must fit into a multiprocessor. Callers must check it."""
 
 
 def attend(
@@ -48,8 +50,8 @@ def attend_self(
 ) -> Tensor:
     """:func:`attend` for stacked queries, keys and values: N x 3 x H x d to N x H x d."""
     if not use_kernels(qkv):
-        q, k, v = _pad(qkv, rows.places).unbind(2)
-        return _attend_padded(q, k, v, rows.places, rows.places, causal=causal, rate=rate)
+        q, k, v = _pad(qkv, rows.padding).unbind(2)
+        return _attend_padded(q, k, v, rows.padding, rows.padding, causal=causal, rate=rate)
     return _AttendSelf.apply(qkv, rows, causal, rate, seed)
 
 
@@ -57,53 +59,54 @@ def attend_padded(
     q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, *, causal: bool, rate: float
 ) -> Tensor:
     """:func:`attend` by padding; synchronises to read the length of the longest sentence."""
-    q, k, v = _pad(q, queries.places), _pad(k, keys.places), _pad(v, keys.places)
-    return _attend_padded(q, k, v, queries.places, keys.places, causal=causal, rate=rate)
+    q, k, v = _pad(q, queries.padding), _pad(k, keys.padding), _pad(v, keys.padding)
+    return _attend_padded(q, k, v, queries.padding, keys.padding, causal=causal, rate=rate)
 
 
 def _attend_padded(
-    q: Tensor, k: Tensor, v: Tensor, queries: Places, keys: Places, *, causal: bool, rate: float
+    q: Tensor, k: Tensor, v: Tensor, queries: Padding, keys: Padding, *, causal: bool, rate: float
 ) -> Tensor:
     """B x T x H x d and twice B x S x H x d to N x H x d."""
-    mask = None if causal or keys.full else keys.real[:, None, None, :]
+    # A causal query reads no later row, and padding comes after all rows of its sentence.
+    mask = None if causal or keys.empty else keys.mask[:, None, None, :]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
     rows = read.transpose(1, 2).flatten(0, 1)
-    return rows if queries.full else _Unpad.apply(rows, queries)
+    return rows if queries.empty else _Unpad.apply(rows, queries)
 
 
-def _pad(x: Tensor, places: Places) -> Tensor:
+def _pad(x: Tensor, padding: Padding) -> Tensor:
     """N x ... to B x T x ..."""
-    padded = x if places.full else _Pad.apply(x, places)
-    return padded.reshape(*places.real.shape, *x.shape[1:])
+    padded = x if padding.empty else _Pad.apply(x, padding)
+    return padded.reshape(*padding.mask.shape, *x.shape[1:])
 
 
 class _Pad(torch.autograd.Function):
-    """Rows to places. Padding holds copies of some rows: as a key it is hidden, as a query thrown away."""
+    """N x ... to B T x ... Padding holds copies of rows: as keys they are masked, as queries discarded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
-        ctx.places = places
-        return x.index_select(0, places.row)
+    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+        ctx.padding = padding
+        return x.index_select(0, padding.row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad.index_select(0, ctx.places.place), None  # that of padding is zero
+        return grad.index_select(0, ctx.padding.position), None  # the gradient of padding is zero
 
 
 class _Unpad(torch.autograd.Function):
-    """Places to rows."""
+    """B T x ... to N x ..."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Places) -> Tensor:
-        ctx.places = places
-        return x.index_select(0, places.place)
+    def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
+        ctx.padding = padding
+        return x.index_select(0, padding.position)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        places = ctx.places
-        zeros = grad.new_zeros(places.real.numel(), *grad.shape[1:])
-        return zeros.index_copy_(0, places.place, grad), None
+        padding = ctx.padding
+        zeros = grad.new_zeros(padding.mask.numel(), *grad.shape[1:])
+        return zeros.index_copy_(0, padding.position, grad), None
 
 
 class _Attend(torch.autograd.Function):
@@ -125,7 +128,7 @@ class _Attend(torch.autograd.Function):
 
         out, lse = attention_forward(q, k, v, queries, keys, causal, rate, seed)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = queries, keys, causal, rate, seed
+        ctx.options = queries, keys, causal, rate, seed
         return out
 
     @staticmethod
@@ -133,9 +136,9 @@ class _Attend(torch.autograd.Function):
         from surface_fusion.ops.packed_attention_triton import attention_backward
 
         q, k, v, out, lse = ctx.saved_tensors
-        into = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        attention_backward(grad.contiguous(), (q, k, v, out, lse), into, *ctx.how)
-        return *into, None, None, None, None, None
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        attention_backward(grad.contiguous(), (q, k, v, out, lse), gradients, *ctx.options)
+        return *gradients, None, None, None, None, None
 
 
 class _AttendSelf(torch.autograd.Function):
@@ -150,7 +153,7 @@ class _AttendSelf(torch.autograd.Function):
         q, k, v = qkv.unbind(1)
         out, lse = attention_forward(q, k, v, rows, rows, causal, rate, seed)
         ctx.save_for_backward(qkv, out, lse)
-        ctx.how = rows, rows, causal, rate, seed
+        ctx.options = rows, rows, causal, rate, seed
         return out
 
     @staticmethod
@@ -158,8 +161,8 @@ class _AttendSelf(torch.autograd.Function):
         from surface_fusion.ops.packed_attention_triton import attention_backward
 
         qkv, out, lse = ctx.saved_tensors
-        into = torch.empty_like(qkv)
+        d_qkv = torch.empty_like(qkv)
         q, k, v = qkv.unbind(1)
-        d_q, d_k, d_v = into.unbind(1)
-        attention_backward(grad.contiguous(), (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.how)
-        return into, None, None, None, None
+        d_q, d_k, d_v = d_qkv.unbind(1)
+        attention_backward(grad.contiguous(), (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.options)
+        return d_qkv, None, None, None, None

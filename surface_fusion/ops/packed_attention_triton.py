@@ -1,4 +1,7 @@
-"""Triton: attention over packed rows, forward and backward.
+"""Triton: attention over packed rows, forward and backward; see ``packed_attention.py``.
+
+``softmax(Q K^T / sqrt(D)) V`` per sentence and head, with Q of N x H x D and K, V of M x H x D, the last axis
+contiguous. Tested against :func:`surface_fusion.ops.packed_attention.attend_padded`.
 
 A block of query rows covers a few neighbouring sentences, whose keys are neighbours as well. The block reads
 the keys from the start of its first sentence to the end of its last, and masks keys of other sentences by
@@ -6,8 +9,6 @@ comparing sentence numbers. Sentences in translation are shorter than a block, s
 per sentence (FlashAttention with sequence boundaries) leave most of each block unused. The softmax is
 computed online, as in FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135); backward
 recomputes it from the saved log-sum-exp.
-
-Shapes: queries N x H x D, keys and values M x H x D, the last axis contiguous.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def _scores(
     q: tl.tensor, k: tl.tensor, q_rows: tl.tensor, k_rows: tl.tensor, q_sentence: tl.tensor,
     k_sentence: tl.tensor, scale: tl.tensor, reach: tl.tensor, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Scores in units of log2, -inf where a query may not look."""
+    """Scores in units of log2, -inf where a query may not attend."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     seen = q_sentence[:, None] == k_sentence[None, :]
     seen &= q_rows[:, None] + reach >= k_rows[None, :]
@@ -210,7 +211,7 @@ def _key_kernel(
 def _constants(q: Tensor, rate: float) -> dict[str, Any]:
     dim = q.shape[-1]
     block_d = max(triton.next_power_of_2(dim), 16)
-    # What a block holds must fit into 227 KiB of shared memory and 64 K registers.
+    # A block must fit into 227 KiB of shared memory and 64 K registers.
     block = 64 if block_d <= 128 else 32 if block_d <= 512 else 16
     if q.dtype == torch.float32 and block_d > 64:
         block = 32 if block_d <= 128 else 16
@@ -220,7 +221,7 @@ def _constants(q: Tensor, rate: float) -> dict[str, Any]:
         "BLOCK_Q": block,
         "BLOCK_K": block,
         "DROPOUT": rate > 0,
-        "PRECISION": "tf32x3",  # float32 by three products of tensor cores; others have one precision
+        "PRECISION": "tf32x3",  # float32 as three products on tensor cores; ignored for other dtypes
         "num_warps": 4 if block_d <= 128 else 8,
         "num_stages": 2 if block_d <= 128 else 1,
     }
@@ -236,7 +237,10 @@ def attention_forward(
     rate: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs N x H x D and the log2-sum-exp of the scores, H x N; arguments as ``attention.attend``'s."""
+    """Return the output, N x H x D, and the log2-sum-exp of the scores, H x N.
+
+    The arguments are those of :func:`surface_fusion.ops.packed_attention.attend`.
+    """
     n, heads, dim = q.shape
     out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, n), dtype=torch.float32, device=q.device)
@@ -253,28 +257,28 @@ def attention_forward(
 def attention_backward(
     grad: Tensor,
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    into: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
     queries: PackedRows,
     keys: PackedRows,
     causal: bool,
     rate: float,
     seed: Tensor | None,
 ) -> None:
-    """Write the gradients of q, k and v to the tensors *into*; *saved* is q, k, v, output, log2-sum-exp."""
+    """Write the gradients of q, k and v to *gradients*; *saved* is q, k, v, output and log2-sum-exp."""
     q, k, v, out, lse = saved
     n, heads, dim = q.shape
     constants = _constants(q, rate)
     delta = torch.empty_like(lse)
     scalars = dim**-0.5, rate, 0 if causal else UNLIMITED, n
     seed = seed if rate > 0 else lse
-    strides = [s for x in (q, k, v, out, grad, into[0]) for s in x.stride()[:2]]
+    strides = [s for x in (q, k, v, out, grad, gradients[0]) for s in x.stride()[:2]]
     _query_kernel[(triton.cdiv(n, constants["BLOCK_Q"]), heads)](
-        q, k, v, out, lse, grad, into[0], delta,
+        q, k, v, out, lse, grad, gradients[0], delta,
         queries.sentence, keys.sentence, keys.starts, seed, *scalars, *strides, **constants,
     )  # fmt: skip
-    strides = [s for x in (q, k, v, grad, *into[1:]) for s in x.stride()[:2]]
+    strides = [s for x in (q, k, v, grad, *gradients[1:]) for s in x.stride()[:2]]
     _key_kernel[(triton.cdiv(len(k), constants["BLOCK_K"]), heads)](
-        q, k, v, lse, grad, delta, *into[1:],
+        q, k, v, lse, grad, delta, *gradients[1:],
         queries.sentence, keys.sentence, queries.starts, keys.starts, seed,
         *scalars, len(k), *strides, **constants,
     )  # fmt: skip

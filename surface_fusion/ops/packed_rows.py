@@ -1,6 +1,6 @@
 """One side of a batch without padding: the tokens of all sentences, concatenated.
 
-Rows ``starts[i]`` to ``starts[i + 1]`` are sentence i. :class:`Places` maps them to the B x T matrix that
+Rows ``starts[i]`` to ``starts[i + 1]`` are sentence i. :class:`Padding` maps them to the B x T matrix that
 fairseq's modules use.
 """
 
@@ -29,32 +29,32 @@ class PackedRows:
     starts: Tensor
 
     @cached_property
-    def places(self) -> "Places":
-        """The places of the rows in a padded batch; synchronises to read the longest sentence."""
+    def padding(self) -> "Padding":
+        """The padded matrix of these rows; synchronises to read the length of the longest sentence."""
         lengths = self.starts.diff()
         width = int(lengths.max())
         columns = torch.arange(width, device=lengths.device)
         rows = (self.starts[:-1, None] + columns).clamp(max=len(self.sentence) - 1)
-        real = columns < lengths[:, None]
-        return Places(real, rows.flatten(), self.sentence * width + self.positions, len(self.sentence))
+        mask = columns < lengths[:, None]
+        return Padding(mask, rows.flatten(), self.sentence * width + self.positions, len(self.sentence))
 
 
-class Places(NamedTuple):
-    """The B x T matrix that rows have their places in if padded.
+class Padding(NamedTuple):
+    """The B x T matrix of a side with padding, and where its N rows are in it.
 
     Attributes:
-        real: bool, B x T, false at padding.
-        row: B T, the row of each place, and some row at padding.
-        place: N, the place of each row.
+        mask: bool, B x T, false at padding.
+        row: the row at each of the B T positions; any row at padding.
+        position: the position of each of the N rows.
         rows: N.
     """
 
-    real: Tensor
+    mask: Tensor
     row: Tensor
-    place: Tensor
+    position: Tensor
     rows: int
 
     @property
-    def full(self) -> bool:
-        """Whether there is no padding."""
-        return self.rows == self.real.numel()
+    def empty(self) -> bool:
+        """Whether all sentences have the same length, so that there is no padding."""
+        return self.rows == self.mask.numel()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.adam import fused_adam, plain_adam
+from surface_fusion.ops.precision import accumulation_dtype
 from surface_fusion.packed.flat_parameters import FlatParameters
 
 
@@ -137,7 +138,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         self.flat = FlatParameters.of(unique)
         self.grad_factor: Union[float, Tensor] = 1.0
         self._plain = plain
-        self._dtype = torch.promote_types(self.flat.data.dtype, torch.float32)
+        self._dtype = accumulation_dtype(self.flat.data.dtype)
         self._steps = 0
         self._moments: Optional[tuple[Tensor, Tensor]] = None
         self._master: Optional[Tensor] = None

@@ -65,9 +65,9 @@ class Capacity:
     tgt: int
     padded: int
 
-    def holds(self, other: "Capacity") -> bool:
-        """Whether a batch of *other*'s size fits."""
-        return self.src >= other.src and self.tgt >= other.tgt and self.padded >= other.padded
+    def covers(self, needed: "Capacity") -> bool:
+        """Whether a batch that needs the capacity *needed* fits."""
+        return self.src >= needed.src and self.tgt >= needed.tgt and self.padded >= needed.padded
 
     @property
     def cost(self) -> int:

@@ -54,21 +54,27 @@ def why_not_fused(model: Any) -> str | None:
     return None
 
 
-def has_layers(model: Any) -> bool:
-    """Whether both encoder and decoder of *model*, without its distributed wrappers, have any."""
-    return len(model.encoder.layers) > 0 and len(model.decoder.layers) > 0
-
-
 def why_not_packed(model: Any) -> str | None:
-    """Why the layers of *model*, which :func:`why_not_fused` passed, cannot run without padding, or None."""
+    """Why *model* cannot be trained without padding, or None if it can.
+
+    Args:
+        model: may be inside distributed wrappers; :func:`why_not_fused` returned None for it.
+    """
     model = unwrapped(model)
-    cfg, encoder, decoder = model.decoder.cfg, model.encoder, model.decoder
-    weight = decoder.output_projection.weight
+    weight = model.decoder.output_projection.weight
     if flat_of(model) is None:
         half = weight.dtype in (torch.float16, torch.bfloat16)
         return "an optimizer that is not flat_adam" + (" with --memory-efficient-fp16" if half else "")
     if weight.is_cuda and not use_kernels(weight):
         return f"{weight.dtype} on a GPU without Triton"
+    return why_layers_not_packed(model)
+
+
+def why_layers_not_packed(model: Any) -> str | None:
+    """As :func:`why_not_packed`, before an optimizer is built: for the flags and layers of *model* alone."""
+    model = unwrapped(model)
+    cfg, encoder, decoder = model.decoder.cfg, model.encoder, model.decoder
+    weight = decoder.output_projection.weight
     by_layer = isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None
     untrained = set(encoder.layer_norm.parameters()) if by_layer else set()
     if not all(parameter.requires_grad or parameter in untrained for parameter in model.parameters()):
@@ -89,7 +95,7 @@ def why_not_packed(model: Any) -> str | None:
         (cfg.no_cross_attention, "--no-cross-attention"),
         (cfg.base_layers > 0, "--base-layers"),
         (cfg.encoder.xformers_att_config or cfg.decoder.xformers_att_config, "xFormers attention"),
-        (not has_layers(model), "no layers"),
+        (not (len(encoder.layers) and len(decoder.layers)), "no layers"),
         (weight.is_cuda and widest > WIDEST_HEAD, f"heads of more than {WIDEST_HEAD} channels"),
     ):
         if flag:

@@ -1,199 +1,111 @@
-"""Compile the kernels of a training step in parallel while fairseq prepares the training.
+"""Compile the Triton kernels of a training step before the first update.
 
-Triton takes most of a second per kernel, and a step has a dozen. Compilation holds Python's global lock most
-of the time, so each kernel is compiled in a child process, forked as torch's data loader forks its workers.
-The children write to Triton's cache on disk, from which this process loads the result.
+Triton compiles a kernel when it is first called with arguments of new types, which takes most of a second. It
+stores the result on disk, so later trainings on the machine only load it.
 """
 
-import gc
 import logging
-import multiprocessing
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
-from surface_fusion.ops.backend import INTERPRETED
 from surface_fusion.ops.linear_cross_entropy import row_stride
 from surface_fusion.ops.packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
 ROWS = 64
-PATIENCE = 60.0
-"""Seconds after which a child process is terminated."""
 
-Job = Callable[[], Any]
+Call = Callable[[], Any]
 
 
-def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> list[Job]:
-    """Calls of each kernel that a step of *model* needs, on a few rows of *dtype* on *device*.
+def compile_kernels(model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Call each kernel once. A failure is logged here, and raised when the training step needs the kernel.
 
-    Where the model's own parameters are does not matter.
+    Args:
+        model, smoothing, dtype, device: see :func:`kernel_calls`.
     """
-    from surface_fusion.ops.add_norm_triton import add_norm_backward, add_norm_forward, relu_backward
-    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
+    try:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            calls = kernel_calls(model, smoothing, dtype, device)
+            logger.info(f"compiling {len(calls)} GPU kernels: about {len(calls)} s, once per machine")
+            for call in calls:
+                call()
+    except Exception as error:  # Triton raises many types
+        logger.warning(f"compiling the GPU kernels failed: {error}")
+
+
+def kernel_calls(model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> list[Call]:
+    """Calls of all kernels that a training step of *model* needs, on a few rows of zeros.
+
+    Args:
+        model: a model without distributed wrappers; its parameters may be on any device.
+        smoothing: label smoothing epsilon.
+        dtype, device: those of the training.
+    """
+    seed = torch.zeros(4, dtype=torch.int32, device=device)[0]
+    return [
+        *_attention_calls(model, dtype, seed),
+        *_sublayer_calls(model, dtype, seed),
+        _loss_call(model.decoder, smoothing, dtype, device),
+    ]
+
+
+def _attention_calls(model: Any, dtype: torch.dtype, seed: torch.Tensor) -> Iterator[Call]:
+    """Forward and backward for each width of a head, with or without dropout."""
     from surface_fusion.ops.packed_attention_triton import attention_backward, attention_forward
 
-    encoder, decoder, cfg = model.encoder, model.decoder, model.decoder.cfg
-    paired = cfg.surfacefusion is not None and decoder.paired
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    float32 = partial(torch.zeros, dtype=torch.float32, device=device)
-    integers = partial(torch.zeros, dtype=torch.int64, device=device)
-    seed = torch.zeros(4, dtype=torch.int32, device=device)[0]
-    starts = torch.tensor([0, ROWS], device=device)
-    rows = PackedRows(integers(ROWS), integers(ROWS), integers(ROWS), starts)
-    jobs: list[Job] = []
+    device = seed.device
+    indices = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    rows = PackedRows(indices, indices, indices, torch.tensor([0, ROWS], device=device))
+    first = model.decoder.layers[0]
+    attentions = [model.encoder.layers[0].self_attn, first.self_attn, first.encoder_attn]
+    if hasattr(model.decoder, "sf_attn"):
+        attentions.append(model.decoder.sf_attn)
+    for dim, dropout in {(a.q_proj.out_features // a.num_heads, a.dropout_module.p > 0) for a in attentions}:
+        q, k, v, out, dq, dk, dv = torch.zeros(7, ROWS, 1, dim, dtype=dtype, device=device).unbind()
+        lse = torch.zeros(1, ROWS, device=device)
+        options = rows, rows, False, 0.5 if dropout else 0.0, seed
+        yield partial(attention_forward, q, k, v, *options)
+        yield partial(attention_backward, out, (q, k, v, out, lse), (dq, dk, dv), *options)
 
-    attentions = [encoder.layers[0].self_attn, decoder.layers[0].self_attn, decoder.layers[0].encoder_attn]
-    if hasattr(decoder, "sf_attn"):
-        attentions.append(decoder.sf_attn)
-    for dim, dropped in {(a.q_proj.out_features // a.num_heads, a.dropout_module.p > 0) for a in attentions}:
-        q, k, v, out, dq, dk, dv = zeros(7, ROWS, 1, dim).unbind()
-        how = rows, rows, False, 0.5 if dropped else 0.0, seed
-        saved = q, k, v, out, float32(1, ROWS)
-        jobs.append(partial(attention_forward, q, k, v, *how))
-        jobs.append(partial(attention_backward, out, saved, (dq, dk, dv), *how))
 
-    for dim, hidden, dropped, before in {
+def _sublayer_calls(model: Any, dtype: torch.dtype, seed: torch.Tensor) -> Iterator[Call]:
+    """Forward and backward of a sublayer's end, and ReLU's backward, for each shape of a layer."""
+    from surface_fusion.ops.activation_triton import relu_backward
+    from surface_fusion.ops.add_norm_triton import add_norm_backward, add_norm_forward
+
+    zeros = partial(torch.zeros, dtype=dtype, device=seed.device)
+    for dim, hidden, dropout, pre_norm in {
         (layer.fc2.out_features, layer.fc1.out_features, layer.dropout_module.p > 0, layer.normalize_before)
-        for layer in (encoder.layers[0], decoder.layers[0])
+        for layer in (model.encoder.layers[0], model.decoder.layers[0])
     }:
-        rate = 0.5 if dropped else 0.0
+        rate = 0.5 if dropout else 0.0
         x, residual = zeros(2, ROWS, dim).unbind()
-        vectors = zeros(3, dim).unbind()
-        jobs.append(
-            partial(add_norm_forward, x, vectors[0], residual, vectors[1], vectors[2], rate, 1e-5, seed)
-        )
-        stream = x if before else None  # of the residual, see PackedTransformer
-        normed = x, vectors[0], float32(ROWS), float32(ROWS)
-        jobs.append(partial(add_norm_backward, x, stream, normed, rate, seed))
-        jobs.append(partial(relu_backward, zeros(ROWS, hidden), zeros(ROWS, hidden), 1.0))
+        x_bias, weight, bias = zeros(3, dim).unbind()
+        mean, rstd = torch.zeros(2, ROWS, device=seed.device).unbind()
+        d_residual = x if pre_norm else None  # a post-norm layer does not read the sum before LayerNorm
+        yield partial(add_norm_forward, x, x_bias, residual, weight, bias, rate, 1e-5, seed)
+        yield partial(add_norm_backward, x, d_residual, (x, weight, mean, rstd), rate, seed)
+        yield partial(relu_backward, zeros(ROWS, hidden), zeros(ROWS, hidden), 1.0)
 
+
+def _loss_call(decoder: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> Call:
+    """The loss and the gradient of the logits."""
+    from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
+
+    cfg = decoder.cfg
+    paired = cfg.surfacefusion is not None and decoder.paired
+    float32 = partial(torch.zeros, dtype=torch.float32, device=device)
     vocab = decoder.output_projection.out_features
     branches = 2 if paired else 1
-    logits = zeros(ROWS * branches, row_stride(vocab))[:, :vocab].unflatten(0, (ROWS, branches))
+    buffer = torch.zeros(ROWS * branches, row_stride(vocab), dtype=dtype, device=device)
+    logits = buffer[:, :vocab].unflatten(0, (ROWS, branches))
     gate = None
     if paired:
         gate = float32(ROWS) if cfg.learned_gate else float32(1).expand(ROWS)
-    numbers = float32(ROWS), gate, float32(1)[0], smoothing, float32(4, ROWS)
-    jobs.append(partial(softmax_rows_, logits, integers(ROWS), *numbers, True))
-    return jobs
-
-
-def fork(jobs: list[Job], target: Any) -> list[BaseProcess]:
-    """Let children compile what *jobs*, on tensors of the CPU, call; *target* is Triton's name of a GPU."""
-    from triton.backends.nvidia.driver import CudaUtils
-    from triton.runtime import JITFunction
-
-    from surface_fusion.ops import add_norm_triton, linear_cross_entropy_triton, packed_attention_triton
-
-    # A kernel's cache key depends on which keys were computed before, so all are computed here.
-    for module in (packed_attention_triton, add_norm_triton, linear_cross_entropy_triton):
-        for kernel in vars(module).values():
-            if isinstance(kernel, JITFunction):
-                _ = kernel.cache_key
-    context = multiprocessing.get_context("fork")
-    children: list[BaseProcess] = []
-    for job in [*jobs, CudaUtils]:
-        child = context.Process(target=_compile_only, args=(job, target), daemon=True)
-        child.start()
-        children.append(child)
-    return children
-
-
-def _compile_only(job: Job, target: Any) -> None:
-    """In a child: no GPU may be touched here, so all launches become compilations."""
-    from triton.backends.nvidia.driver import CudaLauncher
-    from triton.runtime import JITFunction, driver
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C; it ends its children
-    gc.disable()  # to collect what the parent has on the GPU would end this process
-    run = JITFunction.run
-
-    def compile_kernel(*args: Any, **kwargs: Any) -> None:
-        compiled = run(*args, **{**kwargs, "warmup": True})
-        CudaLauncher(compiled.src, compiled.metadata)  # a C compiler makes it
-
-    JITFunction.run = compile_kernel
-    driver.set_active(_Elsewhere(target))
-    torch.set_num_threads(1)
-    try:
-        job()
-    except Exception as error:  # the parent meets it again, and says more
-        logger.debug(f"compiling in a child failed: {error}")
-        sys.exit(1)
-
-
-class _Elsewhere:
-    """What Triton asks of a GPU when it only compiles."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class Compilation:
-    """Compiling all kernels of a training step while this process does something else.
-
-    A failure is logged; it is raised again when the kernel is needed.
-
-    Args:
-        model: wherever it is.
-        smoothing: label smoothing epsilon.
-        dtype, device: of the training.
-    """
-
-    def __init__(self, model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> None:
-        self._children: list[BaseProcess] = []
-        what = model, smoothing, dtype
-        if device.type == "cuda":
-            from triton.backends.compiler import GPUTarget
-
-            major, minor = torch.cuda.get_device_capability(device)
-            try:
-                jobs = kernel_calls(*what, torch.device("cpu"))
-                self._children = fork(jobs, GPUTarget("cuda", 10 * major + minor, 32))
-            except Exception as error:  # where a process may have no children
-                logger.debug(f"kernels are compiled one after another: {error}")
-        self._thread = threading.Thread(target=self._finish, args=(*what, device), daemon=True)
-        self._thread.start()
-
-    def _finish(self, model: Any, smoothing: float, dtype: torch.dtype, device: torch.device) -> None:
-        """Load into this process what the children left, and compile what they did not."""
-        give_up = time.monotonic() + PATIENCE
-        for child in self._children:
-            child.join(max(0.0, give_up - time.monotonic()))
-            if child.is_alive():
-                child.kill()
-
-        def run(job: Job) -> None:
-            with torch.cuda.device(device if device.type == "cuda" else -1):
-                job()
-
-        try:
-            jobs = kernel_calls(model, smoothing, dtype, device)
-            # Triton's interpreter, for tests, knows one thread only.
-            with ThreadPoolExecutor(1 if INTERPRETED else len(jobs)) as pool:
-                list(pool.map(run, jobs))
-        except Exception as error:  # Triton's are of any kind
-            logger.warning(f"compiling kernels ahead failed: {error}")
-
-    def wait(self) -> None:
-        """Until it is done."""
-        self._thread.join()
+    target = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    unit, sums = float32(1)[0], float32(4, ROWS)
+    return partial(softmax_rows_, logits, target, float32(ROWS), gate, unit, smoothing, sums, True)

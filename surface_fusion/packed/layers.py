@@ -1,7 +1,7 @@
 """The layers of a Transformer on packed rows: parameters as autograd leaves, and sublayers.
 
-Rows are N x C, see ``packed.py``. The end of a sublayer (residual, dropout, LayerNorm) is one operation, so a
-sublayer returns the input of the next one; see ``elementwise.py``.
+Rows are N x C, see ``batch.py``. The end of a sublayer (residual, dropout, LayerNorm) is one operation, so a
+sublayer returns the input of the next one; see ``ops/add_norm.py``.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from surface_fusion.modules.stacks import layers_of
-from surface_fusion.ops.add_norm import drop, project_activate, project_add_norm
+from surface_fusion.ops.activation import project_activate
+from surface_fusion.ops.add_norm import project_add_norm
+from surface_fusion.ops.dropout import dropout
 from surface_fusion.ops.packed_attention import attend_self
 from surface_fusion.ops.packed_rows import PackedRows
 from surface_fusion.packed.flat_parameters import FlatParameters
@@ -108,7 +110,7 @@ class PackedLayers:
         return next(self._seeds) if self._seeds is not None else None
 
     def _drop(self, x: Tensor, module: Any) -> Tensor:
-        return drop(x, self._rate(module))
+        return dropout(x, self._rate(module))
 
     def _rate(self, module: Any) -> float:
         return module.p if self.training else 0.0
@@ -119,7 +121,7 @@ class PackedLayers:
         """Finish a sublayer that ends in *projection*; return the residual stream and the next input."""
         rate = self._rate(layer.dropout_module)
         if norm is None:
-            residual = residual + drop(self._linear(x, projection), rate)
+            residual = residual + dropout(self._linear(x, projection), rate)
             return residual, residual
         affine = self._of(norm.weight), self._of(norm.bias), norm.eps
         weights = self._of(projection.weight), self._of(projection.bias)

@@ -15,9 +15,9 @@ from torch import Tensor
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from surface_fusion.packed.batch import PackedBatch, pack
-from surface_fusion.packed.cuda_graphs import Forward, Graphs, tokens_of
+from surface_fusion.packed.cuda_graphs import GraphCache
+from surface_fusion.packed.forward_backward import ForwardResult, tokens_of
 from surface_fusion.packed.forward_prefetch import ForwardPrefetch
-from surface_fusion.packed.kernel_warmup import Compilation
 from surface_fusion.packed.literal_padding import in_target
 from surface_fusion.packed.transformer import PackedTransformer
 
@@ -29,24 +29,18 @@ class PackedStep:
         packed: the model.
         smoothing: label smoothing epsilon.
         ignore_prefix_size: target tokens at the start of each sentence that are not learnt.
-        compilation: of the kernels, if it has begun.
     """
 
-    def __init__(
-        self,
-        packed: PackedTransformer,
-        smoothing: float,
-        ignore_prefix_size: int,
-        compilation: Compilation | None = None,
-    ) -> None:
+    def __init__(self, packed: PackedTransformer, smoothing: float, ignore_prefix_size: int) -> None:
         self.packed = packed
         self.smoothing = smoothing
-        self.compilation = compilation
         self.ignore_prefix_size = ignore_prefix_size
         self.padding_idx = packed.decoder.padding_idx
         self._trigger = torch.zeros((), requires_grad=True)
-        self._graphs = Graphs(self) if packed.flat.data.is_cuda else None
-        self._prefetch: ForwardPrefetch[Forward] = ForwardPrefetch(packed.flat)
+        self._graphs: GraphCache | None = None
+        if packed.flat.data.is_cuda:
+            self._graphs = GraphCache(self.forward, packed.flat, self.padding_idx)
+        self._prefetch: ForwardPrefetch[ForwardResult] = ForwardPrefetch(packed.flat)
 
     def losses(self, batch: PackedBatch) -> LinearCrossEntropy:
         """The losses of a packed batch, summed."""
@@ -80,7 +74,7 @@ class PackedStep:
             Whether it was launched: not if a graph must be captured first, nor if earlier ones were not used.
         """
         graphs = self._graphs
-        if graphs is None or not self._prefetch.useful or not graphs.hold(sample):
+        if graphs is None or not self._prefetch.useful or not graphs.covers(sample):
             return False
         if in_target(sample, self.padding_idx):
             return False
@@ -108,7 +102,7 @@ class PackedStep:
         else:
             losses, backward = self.forward(pack(*tokens_of(sample), self.padding_idx))
         if self._graphs is not None:
-            self._graphs.record_pending()
+            self._graphs.capture_pending()
 
         def run(scale: Tensor) -> None:
             if last and before_last is not None:
@@ -116,14 +110,14 @@ class PackedStep:
             backward(scale)
             if last:
                 if dist.is_initialized():
-                    self.packed.flat.average_early(get_data_parallel_group())
-                self.packed.flat.begin_norm()
+                    self.packed.flat.launch_average(get_data_parallel_group())
+                self.packed.flat.launch_norm()
 
         loss = _WithBackward.apply(self._trigger, losses.loss, run)
         return losses._replace(loss=loss)
 
-    def forward(self, batch: PackedBatch) -> Forward:
-        """The losses, and a function that adds the gradients, times its argument, to the flat buffer."""
+    def forward(self, batch: PackedBatch) -> ForwardResult:
+        """Compute the losses of a packed batch."""
         with torch.enable_grad():
             losses = self.losses(batch)
         return self._with_gradients(losses, self.packed.leaves, self.packed.gradients)
@@ -136,7 +130,7 @@ class PackedStep:
         prefix = self.ignore_prefix_size
         return fused_losses(decoder, features, sample, smoothing=self.smoothing, ignore_prefix_size=prefix)
 
-    def _forward_by_modules(self, sample: dict[str, Any]) -> Forward:
+    def _forward_by_modules(self, sample: dict[str, Any]) -> ForwardResult:
         """:meth:`forward` of a batch that packed rows cannot express; processes communicate alike in both."""
         with torch.enable_grad():
             losses = self._by_modules(sample)
@@ -146,18 +140,19 @@ class PackedStep:
 
     def _with_gradients(
         self, losses: LinearCrossEntropy, leaves: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> Forward:
-        held = [losses.loss]  # backward pops it, so that all activations are freed
+    ) -> ForwardResult:
+        graph = [losses.loss]  # backward pops it, so that all activations are freed
 
         def backward(scale: Tensor) -> None:
             with torch.enable_grad():
-                scaled = held.pop() * scale  # passed to grad() as grad_outputs, torch imports sympy: a second
-            found = torch.autograd.grad(scaled, leaves, allow_unused=True)
-            pairs = [(g, f) for g, f in zip(gradients, found, strict=True) if f is not None]
-            torch._foreach_add_([g for g, _ in pairs], [f for _, f in pairs])
+                # Given to grad() as grad_outputs, scale would make torch import sympy, which takes a second.
+                scaled = graph.pop() * scale
+            computed = torch.autograd.grad(scaled, leaves, allow_unused=True)
+            pairs = [(total, new) for total, new in zip(gradients, computed, strict=True) if new is not None]
+            torch._foreach_add_([total for total, _ in pairs], [new for _, new in pairs])
             self.packed.flat.local_only = True
 
-        return LinearCrossEntropy(*(x.detach() for x in losses)), backward
+        return ForwardResult(LinearCrossEntropy(*(x.detach() for x in losses)), backward)
 
 
 class _WithBackward(torch.autograd.Function):

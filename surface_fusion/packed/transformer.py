@@ -19,6 +19,7 @@ from surface_fusion.modules.stacks import layers_of
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import attend
 from surface_fusion.ops.packed_rows import PackedRows
+from surface_fusion.ops.precision import at_least_float32
 from surface_fusion.packed.batch import PackedBatch
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.layers import PackedLayers
@@ -120,7 +121,7 @@ class PackedTransformer(PackedLayers):
         if published:
             keep = rows.tokens.ge(PUBLISHED_FIRST_ID)
         slots, keep = len(rows.starts) - 1, keep[:, None]
-        wide = embed.to(torch.promote_types(embed.dtype, torch.float32))
+        wide = at_least_float32(embed)
         if self.cfg.surfacefusion == "mean":
             total = wide.new_zeros(slots, embed.shape[1]).index_add(0, rows.sentence, wide * keep)
             count = wide.new_zeros(slots, 1).index_add(0, rows.sentence, keep.to(wide))

@@ -1,4 +1,4 @@
-"""torch's kernel computes the formula."""
+"""The fused kernel against the formula, and the formula against numbers."""
 
 import math
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from surface_fusion.ops.adam import fused_adam, plain_adam
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(1000, generator=generator, dtype=torch.float64).to(HERE, dtype)
+    weights = torch.randn(1000, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
     return weights, torch.zeros_like(weights), torch.zeros_like(weights)
 
 
@@ -34,11 +34,11 @@ def test_one_number_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-def test_the_kernel_is_the_formula(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_fused_kernel_equals_the_formula(dtype: torch.dtype, tolerance: float) -> None:
     ours, theirs = tensors(dtype), tensors(dtype)
     for step in range(1, 50):
         grad = gradient(step, ours[0])
         plain_adam(ours[0], grad, *ours[1:], step, **SETTINGS)
         fused_adam(theirs[0], grad, *theirs[1:], step, **SETTINGS)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for plain, fused in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(plain, fused, rtol=tolerance, atol=tolerance)

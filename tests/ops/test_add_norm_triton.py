@@ -1,4 +1,4 @@
-"""Kernels around a layer's products against plain torch: on a GPU, or interpreted."""
+"""The kernels of a sublayer's end against torch: on a GPU, or in the interpreter."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surface_fusion.ops import add_norm
-from surface_fusion.ops.add_norm import project_activate, project_add_norm
+from surface_fusion.ops.add_norm import project_add_norm
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,
@@ -26,7 +26,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program takes several blocks of rows."""
+    """Each program processes several blocks of rows."""
     from surface_fusion.ops import add_norm_triton
 
     monkeypatch.setattr(add_norm_triton, "PROGRAMS", 4)
@@ -55,7 +55,7 @@ def end_of_sublayer(rows: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def plain(leaves: list[Tensor], kept: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """The formula, with what dropout multiplies by."""
+    """The formula; *kept* is the factor of dropout."""
     x, weight, bias, residual, norm_weight, norm_bias = leaves
     s = residual + F.linear(x, weight, bias) * kept
     return s, F.layer_norm(s, norm_weight.shape, norm_weight, norm_bias, 1e-3)
@@ -81,7 +81,7 @@ def test_end_of_a_sublayer(rows: int, dim: int, used: str, dtype: torch.dtype) -
     exact = [x.detach().float().requires_grad_() for x in leaves]
     got, expected = kernels(leaves), plain(exact)
     weights = [random(rows, dim, seed=7), random(rows, dim, seed=8)]
-    if used == "sum":  # not by way of LayerNorm
+    if used == "sum":  # not through LayerNorm
         leaves, exact = leaves[:4], exact[:4]
     for a, b in zip(
         [*got, *gradients(got[USED[used]], weights[USED[used]], leaves)],
@@ -106,10 +106,10 @@ def kept_at_the_end(rows: int, dim: int, seed: Tensor) -> Tensor:
 def test_backward_drops_what_forward_dropped(used: str) -> None:
     rows, dim = 450, 40
     seeds = torch.tensor([3, 3, 4], dtype=torch.int32, device=DEVICE)
-    kept, again, other = (kept_at_the_end(rows, dim, seed) for seed in seeds)
-    assert kept.equal(again)
+    kept, same, different = (kept_at_the_end(rows, dim, seed) for seed in seeds)
+    assert kept.equal(same)
     assert kept.float().mean().item() == pytest.approx(1 - RATE, abs=0.02)
-    assert (kept & other).float().mean().item() == pytest.approx((1 - RATE) ** 2, abs=0.02)
+    assert (kept & different).float().mean().item() == pytest.approx((1 - RATE) ** 2, abs=0.02)
     leaves = [x.requires_grad_() for x in end_of_sublayer(rows, dim, torch.float32)]
     got, expected = kernels(leaves, RATE, seeds[0]), plain(leaves, kept / (1 - RATE))
     weights = [random(rows, dim, seed=7), random(rows, dim, seed=8)]
@@ -129,8 +129,8 @@ def test_a_residual_with_gaps_and_repeated_gradients() -> None:
     leaves[3] = random(20, 9).t()
     leaves = [x.requires_grad_() for x in leaves]
     for loss in (lambda s, y: s.sum(), lambda s, y: (s * y.t().reshape(9, 20)).sum()):
-        which = leaves[:4]
-        a, b = (torch.autograd.grad(loss(*f(leaves)), which) for f in (kernels, plain))
+        inputs = leaves[:4]
+        a, b = (torch.autograd.grad(loss(*f(leaves)), inputs) for f in (kernels, plain))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -140,33 +140,3 @@ def test_rows_wider_than_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(add_norm._AddNorm, "apply", None)
     leaves = end_of_sublayer(9, 20, torch.float32)
     torch.testing.assert_close(kernels(leaves), plain(leaves))
-
-
-# The hidden layer
-
-
-@runs_here
-@pytest.mark.usefixtures("few_programs")
-@DTYPES
-@pytest.mark.parametrize("rate", [0.0, RATE])
-@pytest.mark.parametrize("rows, dim", [(1, 20), (37, 600), (130, 96)])
-def test_hidden_layer(rows: int, dim: int, rate: float, dtype: torch.dtype) -> None:
-    x, weight, bias = (
-        random(*shape, seed=i).to(dtype) for i, shape in enumerate([(rows, 6), (dim, 6), (dim,)])
-    )
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    exact = [t.detach().float().requires_grad_() for t in leaves]
-    torch.manual_seed(0)
-    got = project_activate(*leaves, F.relu, rate)
-    before = F.linear(*exact)
-    kept = got != 0
-    if rows > 1:
-        assert kept[before > 1e-2].float().mean().item() == pytest.approx(1 - rate, abs=0.05)
-    expected = before.relu() * kept / (1 - rate)
-    assert got.dtype == dtype
-    assert_near(got, expected, dtype)
-    weights = [random(rows, dim, seed=7) * (before.detach().abs() > 1e-2)]  # no element at the kink
-    pairs = zip(gradients([got], weights, leaves), gradients([expected], weights, exact), strict=True)
-    for a, b in pairs:
-        assert a.dtype == dtype
-        assert_near(a, b, dtype)

@@ -1,4 +1,4 @@
-"""Few hypotheses that read shared keys, as a kernel against torch's attention: on a GPU, or interpreted."""
+"""The kernel of attention with shared keys against torch's: on a GPU, or in the interpreter."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("heads", "beam", "dim"), [(2, 4, 8), (3, 1, 20), (1, 5, 64), (1, 2, 128), (1, 17, 16)]
 )
-def test_what_is_read(heads: int, beam: int, dim: int, dtype: torch.dtype, written: int | None) -> None:
-    """Keys that nobody may see, a first block of them (sources are padded on the left), unwritten NaN."""
+def test_equals_torch(heads: int, beam: int, dim: int, dtype: torch.dtype, written: int | None) -> None:
+    """Masked keys, also a complete first block (sources are padded on the left), and unwritten NaN."""
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
     sentences, positions = 3, 33

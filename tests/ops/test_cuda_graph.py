@@ -1,4 +1,4 @@
-"""Recording: what was recorded can be replayed, and no garbage is collected meanwhile."""
+"""Captured graphs can be replayed, and no garbage is collected during a capture."""
 
 import gc
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from surface_fusion.ops.cuda_graph import capture
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """torch.cuda that records nothing; what was called."""
+    """Replace torch.cuda's graphs by stubs; return the list of calls."""
     called: list[str] = []
     graph = SimpleNamespace(
         capture_begin=lambda **_: called.append("begin"), capture_end=lambda: called.append("end")
@@ -29,11 +29,11 @@ STREAM: Any = SimpleNamespace(device="cuda", wait_stream=lambda _: None)
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_garbage_waits_until_the_end(without_gpu: list[str], collecting: bool) -> None:
+def test_no_garbage_is_collected_during_a_capture(without_gpu: list[str], collecting: bool) -> None:
     (gc.enable if collecting else gc.disable)()
     try:
-        _, found = capture(gc.isenabled, STREAM, None)
-        assert found is False and without_gpu == ["begin", "end"]
+        _, result = capture(gc.isenabled, STREAM, None)
+        assert result is False and without_gpu == ["begin", "end"]
         assert gc.isenabled() is collecting
         with pytest.raises(ZeroDivisionError):
             capture(lambda: 1 / 0, STREAM, None)

@@ -1,4 +1,4 @@
-"""What dropout keeps looks like coin tosses: uniform, and unrelated between neighbours, seeds and heads."""
+"""Dropout masks are uniform, and independent between neighbours, seeds and heads."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 from surface_fusion.ops.dropout_triton import keep  # noqa: E402
 
 SIZE = 256
-HEAD = 0x632BE59B  # by what attention's heads move the seed on
+HEAD = 0x632BE59B  # what attention adds to the seed for each head
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def kept(seed: int, rate: float) -> Tensor:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In units of its standard deviation where there is none."""
+    """Correlation of two masks, in standard deviations of that of independent masks."""
     return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item() * a.numel() ** 0.5
 
 
@@ -49,7 +49,7 @@ def test_in_the_interpreter() -> None:
 @runs_here
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
 def test_uniform(seed: int) -> None:
-    """The numbers behind the decisions, seen through 15 rates: each sixteenth is hit as often."""
+    """The hash is uniform: masks of 15 rates count how often it is in each sixteenth of its range."""
     counts = torch.tensor([kept(seed, i / 16).sum().item() for i in range(17)])
     in_each = -counts.diff()
     expected = SIZE * SIZE / 16
@@ -64,12 +64,12 @@ def test_rows_and_columns_are_kept_at_the_rate() -> None:
     for axis in (0, 1):
         scores = (mask.mean(axis) - 0.9) / (0.9 * 0.1 / SIZE) ** 0.5
         assert scores.abs().max() < 5
-        assert scores.square().mean().item() == pytest.approx(1, abs=0.4)  # neither lumped nor too even
+        assert scores.square().mean().item() == pytest.approx(1, abs=0.4)  # neither clustered nor too regular
 
 
 @runs_here
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_neighbours_seeds_and_heads_have_nothing_to_do_with_each_other(rate: float) -> None:
+def test_neighbours_seeds_and_heads_are_independent(rate: float) -> None:
     mask = kept(7, rate)
     for lag in (1, 2, 3, 4, 8, 16, 64, 128):
         assert abs(correlation(mask[lag:], mask[:-lag])) < 4.5
@@ -77,8 +77,8 @@ def test_neighbours_seeds_and_heads_have_nothing_to_do_with_each_other(rate: flo
         assert abs(correlation(mask[lag:, lag:], mask[:-lag, :-lag])) < 4.5
         assert abs(correlation(mask[lag:, :-lag], mask[:-lag, lag:])) < 4.5
     assert abs(correlation(mask, mask.t().contiguous())) < 4.5
-    for other in (8, 9, 15, 7 + 2**16, 7 + HEAD, 7 + 2 * HEAD, 7 - HEAD):
-        assert abs(correlation(mask, kept(other, rate))) < 4.5
+    for seed in (8, 9, 15, 7 + 2**16, 7 + HEAD, 7 + 2 * HEAD, 7 - HEAD):
+        assert abs(correlation(mask, kept(seed, rate))) < 4.5
 
 
 @runs_here
@@ -86,7 +86,7 @@ def test_one_seed_gives_one_mask() -> None:
     assert kept(5, 0.5).equal(kept(5, 0.5))
 
 
-def test_no_head_is_another_one_some_rows_on() -> None:
-    """Rows move the seed on too, each by the same constant."""
+def test_no_head_equals_another_one_shifted_by_rows() -> None:
+    """Rows also add a constant each to the seed."""
     rows_per_head = [head * HEAD * pow(0x9E3779B9, -1, 2**32) % 2**32 for head in range(1, 65)]
     assert all(10**6 < rows < 2**32 - 10**6 for rows in rows_per_head)

@@ -1,7 +1,10 @@
-"""The chunked operation against its oracle, the formula in plain torch."""
+"""The chunked operation against its oracle in plain torch, and the oracle against the formula."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,11 +63,18 @@ def as_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def chunks_of(rows: int) -> Iterator[None]:
+    """Compute the logits of *rows* rows at a time."""
+    with mock.patch.object(module, "_chunk_rows", lambda *_: rows):
+        yield
+
+
 def results(
-    arguments: dict[str, Any], scale: float = 1.0, **options: Any
+    arguments: dict[str, Any], scale: float = 1.0, plain: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The three sums, and the gradients of *scale* times the loss."""
-    out = linear_cross_entropy(**arguments, **options)
+    """The three sums, and the gradients of *scale* times the loss; by the oracle if *plain*."""
+    out = (linear_cross_entropy_plain if plain else linear_cross_entropy)(**arguments)
     inputs = [value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad]
     gradients = torch.autograd.grad(out.loss, inputs, grad_outputs=torch.full_like(out.loss, scale))
     return [x.detach() for x in out], list(gradients)
@@ -78,10 +88,8 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float,
         torch.testing.assert_close(a.to(e.dtype), e, rtol=0, atol=atol, check_device=False)
 
 
-def assert_equals_oracle(
-    arguments: dict[str, Any], tolerance: float, least: float = 0, **options: Any
-) -> None:
-    for actual, expected in zip(results(arguments, **options), results(arguments, plain=True), strict=True):
+def assert_equals_oracle(arguments: dict[str, Any], tolerance: float, least: float = 0) -> None:
+    for actual, expected in zip(results(arguments), results(arguments, plain=True), strict=True):
         assert_close(actual, expected, tolerance, least)
 
 
@@ -114,12 +122,11 @@ def test_oracle_is_the_formula(mode: str) -> None:
 def test_gradcheck(mode: str, smoothing: float) -> None:
     a = problem(mode, tokens=5, vocab=7, dim=3) | {"smoothing": smoothing}
     names = [name for name in ("features", "weight", "gate") if isinstance(a[name], Tensor)]
-    assert torch.autograd.gradcheck(
-        lambda *inputs: (
-            linear_cross_entropy(**(a | dict(zip(names, inputs, strict=True))), chunk_rows=4).loss
-        ),
-        [a[name] for name in names],
-    )
+    with chunks_of(4):
+        assert torch.autograd.gradcheck(
+            lambda *inputs: linear_cross_entropy(**(a | dict(zip(names, inputs, strict=True)))).loss,
+            [a[name] for name in names],
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,7 +138,8 @@ def test_equals_the_oracle(mode: str, dtype: torch.dtype, tolerance: float) -> N
     """Half precision: against the oracle in float32, on the same numbers."""
     a = problem(mode, dtype=dtype)
     exact = torch.promote_types(dtype, torch.float32)
-    sums, gradients = results(a, chunk_rows=10)
+    with chunks_of(10):
+        sums, gradients = results(a)
     assert all(x.dtype == exact and x.dim() == 0 for x in sums)
     assert all(g.dtype == dtype for g in gradients)
     expected_sums, expected_gradients = results(as_dtype(a, exact), plain=True)
@@ -151,8 +159,8 @@ def test_equals_the_oracle(mode: str, dtype: torch.dtype, tolerance: float) -> N
 )
 @settings(max_examples=80, deadline=None)
 def test_any_shape(chunk_rows: int, smoothing: float, **sizes: Any) -> None:
-    # A loss near 0 is a difference of large logits.
-    assert_equals_oracle(problem(**sizes) | {"smoothing": smoothing}, 1e-10, least=1, chunk_rows=chunk_rows)
+    with chunks_of(chunk_rows):  # a loss near 0 is a difference of large logits
+        assert_equals_oracle(problem(**sizes) | {"smoothing": smoothing}, 1e-10, least=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,7 +168,9 @@ def test_chunks_change_nothing(mode: str) -> None:
     a = problem(mode)
     whole = results(a)
     for chunk_rows in (1, 2, 7, 64, 1000):
-        for actual, expected in zip(results(a, chunk_rows=chunk_rows), whole, strict=True):
+        with chunks_of(chunk_rows):
+            chunked = results(a)
+        for actual, expected in zip(chunked, whole, strict=True):
             assert_close(actual, expected, 1e-14)
 
 
@@ -183,8 +193,8 @@ def test_row_weights_of_any_size_and_dtype(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ignored_rows_have_no_part(mode: str) -> None:
-    """Whatever finite features they have, and whatever target."""
+def test_ignored_rows_do_not_count(mode: str) -> None:
+    """For any finite features and any target."""
     a = problem(mode)
     sums, gradients = results(a)
     b = dict(a)
@@ -194,10 +204,10 @@ def test_ignored_rows_have_no_part(mode: str) -> None:
     b["target"] = a["target"].clone()
     b["target"][::3] = -100
     for plain in (False, True):
-        other_sums, other_gradients = results(b, plain=plain)
-        assert_close(other_sums, sums, 1e-14)
-        assert_close(other_gradients, gradients, 1e-14)
-        assert not other_gradients[0][::3].any()
+        changed_sums, changed_gradients = results(b, plain=plain)
+        assert_close(changed_sums, sums, 1e-14)
+        assert_close(changed_gradients, gradients, 1e-14)
+        assert not changed_gradients[0][::3].any()
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4, 1e30])
@@ -211,14 +221,14 @@ def test_tied_weight_collects_both_gradients() -> None:
 
     def gradient(plain: bool) -> Tensor:
         x = a["weight"][a["target"]] * a["features"].detach()
-        loss = linear_cross_entropy(**(a | {"features": x}), plain=plain).loss
+        loss = (linear_cross_entropy_plain if plain else linear_cross_entropy)(**(a | {"features": x})).loss
         return torch.autograd.grad(loss + a["weight"].square().sum(), a["weight"])[0]
 
     assert_close([gradient(False)], [gradient(True)], 1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_only_what_is_asked_for_is_computed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_required_gradients_are_computed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = problem(mode)
     expected, (d_features, d_weight, *_) = results(a)
     frozen = {k: v.detach() if isinstance(v, Tensor) else v for k, v in a.items()}
@@ -265,7 +275,7 @@ def test_float16_under_a_loss_scale(mode: str) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_float16_with_a_tiny_or_large_weight(size: float) -> None:
-    """G E would leave float16's range on the way, in units or without them."""
+    """G E would leave the range of float16 in between, in units or not."""
     a = problem("paired", dtype=torch.float16, size=size)
     with torch.no_grad():
         a["features"].div_(size)
@@ -276,7 +286,7 @@ def test_float16_with_a_tiny_or_large_weight(size: float) -> None:
 
 
 def test_float16_keeps_the_smoothing_term() -> None:
-    """With sure predictions all of a word's gradient that was no target is eps_i, 3e-6 a row."""
+    """With certain predictions the gradient of a word that is no target is eps_i, 3e-6 a row."""
     vocab = 35_008
     a = problem(tokens=8, vocab=vocab, dim=4, dtype=torch.float16, size=0)
     with torch.no_grad():
@@ -291,7 +301,7 @@ def test_float16_keeps_the_smoothing_term() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
 def test_float16_overflows_only_where_the_true_value_does(scale: float) -> None:
-    """Thousands of rows with one target: G^T X passes 65504 on the way, in units."""
+    """Thousands of rows with one target: G^T X, in units, exceeds 65504 in between."""
     a = problem(tokens=4096, vocab=8, dim=4, dtype=torch.float16)
     with torch.no_grad():
         a["features"].abs_().mul_(torch.tensor([1e-4, 1e-2, 1, 4]))
@@ -299,8 +309,8 @@ def test_float16_overflows_only_where_the_true_value_does(scale: float) -> None:
     _, gradients = results(a, scale)
     _, expected = results(as_dtype(a, torch.float32), scale, plain=True)
     for actual, true in zip(gradients, expected, strict=True):
-        sure = (true.abs() < 65000) | (true.abs() > 66000)
-        assert torch.equal(actual.isinf() & sure, (true.abs() > 66000))
+        distinct = (true.abs() < 65000) | (true.abs() > 66000)
+        assert torch.equal(actual.isinf() & distinct, (true.abs() > 66000))
         finite = actual.isfinite()
         torch.testing.assert_close(actual[finite].float(), true[finite], rtol=1e-2, atol=1e-3 * scale)
     assert gradients[1].isinf().any() == (scale > 1)
@@ -326,10 +336,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 def test_default_chunks() -> None:
     """8192 rows of the README model's logits in float16; on a CPU what fits into its caches."""
-    assert module._default_chunk_rows(35_008 * 2, "cuda") == 8192
-    assert module._default_chunk_rows(35_008 * 4, "cuda") == 4096
-    assert module._default_chunk_rows(8_000 * 4, "cpu") == 512
-    assert module._default_chunk_rows(10**6 * 4, "cpu") == 64
+    assert module._chunk_rows(35_008 * 2, "cuda") == 8192
+    assert module._chunk_rows(35_008 * 4, "cuda") == 4096
+    assert module._chunk_rows(8_000 * 4, "cpu") == 512
+    assert module._chunk_rows(10**6 * 4, "cpu") == 64
 
 
 @cuda
@@ -340,7 +350,8 @@ def test_default_chunks() -> None:
 def test_cuda_equals_the_oracle(mode: str, dtype: torch.dtype, tolerance: float) -> None:
     for vocab in (1001, 31_672):
         a = problem(mode, tokens=300, vocab=vocab, dim=64, dtype=dtype, device="cuda")
-        sums, gradients = results(a, 128, chunk_rows=128)
+        with chunks_of(128):
+            sums, gradients = results(a, 128)
         expected = results(as_dtype(a, torch.float32), 128, plain=True)
         assert_close(sums, expected[0], tolerance)
         assert_close(gradients, expected[1], tolerance)
@@ -361,7 +372,7 @@ def test_cuda_memory(mode: str) -> None:
 @cuda
 @pytest.mark.parametrize("mode", MODES)
 def test_cuda_graphs_of_forward_and_backward(mode: str) -> None:
-    """Captured apart, replayed on new numbers and with another loss scale."""
+    """Captured separately, replayed on new numbers with a different loss scale."""
     a = problem(mode, tokens=64, dtype=torch.float16, device="cuda")
     inputs = [a[name] for name in ("features", "weight", "gate") if isinstance(a[name], Tensor)]
     scale = torch.ones((), device="cuda")
@@ -377,14 +388,14 @@ def test_cuda_graphs_of_forward_and_backward(mode: str) -> None:
     with torch.cuda.graph(backward, pool=forward.pool()):
         gradients = torch.autograd.grad(out.loss, inputs, scale)
 
-    other = problem(mode, tokens=64, dtype=torch.float16, device="cuda", seed=1)
+    new = problem(mode, tokens=64, dtype=torch.float16, device="cuda", seed=1)
     with torch.no_grad():
         for name, value in a.items():
             if isinstance(value, Tensor):
-                value.copy_(other[name])
+                value.copy_(new[name])
         scale.fill_(128)
     forward.replay()
     backward.replay()
-    expected = results(other, 128)
+    expected = results(new, 128)
     assert_close([x.detach() for x in out], expected[0], 1e-6)
     assert_close(list(gradients), expected[1], 1e-6)

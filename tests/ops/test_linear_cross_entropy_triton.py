@@ -1,11 +1,17 @@
-"""The Triton kernel against plain torch: on a GPU, or on a CPU in Triton's interpreter."""
+"""The kernel of the loss against plain torch: on a GPU, or in the interpreter."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from surface_fusion.ops import linear_cross_entropy as module
-from surface_fusion.ops.linear_cross_entropy import linear_cross_entropy, softmax_rows_torch_
+from surface_fusion.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_plain,
+    softmax_rows_torch_,
+)
 from tests.helpers.interpreter import (
     DEVICE,
     assert_passes_in_the_interpreter,
@@ -32,7 +38,7 @@ def rows(
     unit = torch.tensor(2.0 / 1024, device=DEVICE)
     out = {}
     for name, kernel in (("torch", softmax_rows_torch_), ("triton", softmax_rows_)):
-        # What lies behind the vocabulary must not matter.
+        # Values after the vocabulary must not matter.
         buffer = torch.full(
             (tokens * branches, stride),
             float("nan"),
@@ -102,6 +108,7 @@ def test_whole_operation(mode: str, dtype: torch.dtype, monkeypatch: pytest.Monk
     from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
     monkeypatch.setattr(module, "_softmax_rows", lambda *_: softmax_rows_)
+    monkeypatch.setattr(module, "_chunk_rows", lambda *_: 6)
     torch.manual_seed(0)
     features = torch.randn((7, 6) if mode == "single" else (7, 2, 6)).to(DEVICE, dtype)
     weight = torch.randn(131, 6).to(DEVICE, dtype)
@@ -111,18 +118,20 @@ def test_whole_operation(mode: str, dtype: torch.dtype, monkeypatch: pytest.Monk
         torch.tensor([1, 1, 0, 1, 0, 1, 1]).to(DEVICE, torch.float32).expand(2, 7).t().contiguous()[:, 0]
     )
 
-    def gradients(dtype: torch.dtype, **options: bool | int) -> list[Tensor]:
+    def gradients(operation: Any, dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (features, weight)]
         g = gate
         if isinstance(gate, Tensor):
             g = gate.to(dtype, copy=True).requires_grad_()
             leaves.append(g)
-        out = linear_cross_entropy(*leaves[:2], target, row_weight, smoothing=0.1, gate=g, **options)
+        out = operation(*leaves[:2], target, row_weight, smoothing=0.1, gate=g)
         (128 * out.loss).backward()
         return [torch.stack(out).detach(), *(x.grad.float() for x in leaves)]
 
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
     for actual, true in zip(
-        gradients(dtype, chunk_rows=6), gradients(torch.float32, plain=True), strict=True
+        gradients(linear_cross_entropy, dtype),
+        gradients(linear_cross_entropy_plain, torch.float32),
+        strict=True,
     ):
         torch.testing.assert_close(actual, true, rtol=0, atol=tolerance * true.abs().max().item())

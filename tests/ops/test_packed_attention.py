@@ -1,4 +1,4 @@
-"""Attention by way of padding is attention, sentence by sentence."""
+"""Attention by padding against the formula in a loop over sentences."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_equals_a_loop_over_sentences(kind: str) -> None:
 def test_dropout_drops_weights_at_its_rate() -> None:
     rows = rows_of((20,) * 30)
     zeros = torch.zeros(600, 2, 20)
-    v = torch.eye(20).repeat(30, 1)[:, None].expand(600, 2, 20)  # what is read is the weights themselves
+    v = torch.eye(20).repeat(30, 1)[:, None].expand(600, 2, 20)  # so the result is the weights
     torch.manual_seed(1)
     weights = attend_padded(zeros, zeros, v, rows, rows, causal=False, rate=0.3)
     kept = weights != 0

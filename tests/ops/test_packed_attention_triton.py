@@ -1,4 +1,4 @@
-"""Attention of packed rows as kernels against attention by way of padding: on a GPU, or interpreted."""
+"""The kernels of packed attention against attention by padding: on a GPU, or in the interpreter."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_side_by_side(causal: bool) -> None:
 
 @runs_here
 def test_rows_and_gradients_with_gaps_in_memory() -> None:
-    """Keys and values of several attentions in one tensor; the gradient of a sum, one number repeated."""
+    """Keys and values of several attentions in one tensor; an expanded gradient."""
     queries, keys = sides("cross", FEW)
     q = random(8, 40, dtype=torch.float32, seed=1).requires_grad_()
     both = random(23, 4, 2, 10, dtype=torch.float32, seed=2).requires_grad_()
@@ -110,23 +110,23 @@ SHORT = {"queries": (16, 1, 9, 16, 13, 5, 16, 2, 11), "keys": (3, 16, 1, 8, 15, 
 
 
 def kept_weights(queries: PackedRows, keys: PackedRows, causal: bool, seed: Tensor, heads: int) -> Tensor:
-    """Which weights are kept, N x H x 16: all scores are equal, and what is read is the weights."""
+    """Which weights are kept, N x H x 16: all scores are equal, and v makes the result the weights."""
     zeros = torch.zeros(len(queries.tokens), heads, 16, device=DEVICE)
-    places = torch.eye(16, device=DEVICE)[keys.positions][:, None].expand(-1, heads, 16)
+    v = torch.eye(16, device=DEVICE)[keys.positions][:, None].expand(-1, heads, 16)
     k = torch.zeros(len(keys.tokens), heads, 16, device=DEVICE)
-    return attend(zeros, k, places, queries, keys, causal=causal, rate=RATE, seed=seed) != 0
+    return attend(zeros, k, v, queries, keys, causal=causal, rate=RATE, seed=seed) != 0
 
 
 def visible(queries: PackedRows, keys: PackedRows, causal: bool) -> Tensor:
-    places = torch.arange(16, device=DEVICE)
-    seen = places < keys.starts.diff()[queries.sentence][:, None]
-    return (seen & (places <= queries.positions[:, None]) if causal else seen)[:, None]
+    positions = torch.arange(16, device=DEVICE)
+    seen = positions < keys.starts.diff()[queries.sentence][:, None]
+    return (seen & (positions <= queries.positions[:, None]) if causal else seen)[:, None]
 
 
 def with_mask(
     q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, causal: bool, kept: Tensor
 ) -> Tensor:
-    """Attention with weights dropped as *kept* says, in plain torch."""
+    """Attention whose dropout mask is *kept*, in plain torch."""
     all_keys = (keys.starts[queries.sentence][:, None] + torch.arange(16, device=DEVICE)).clamp(
         max=len(k) - 1
     )
@@ -158,13 +158,13 @@ def test_forward_and_both_backward_kernels_drop_the_same(kind: str) -> None:
 def test_seeds_and_heads_drop_differently_and_each_at_the_rate() -> None:
     rows = rows_of((16,) * 20, DEVICE)
     seeds = torch.tensor([1, 1, 2], dtype=torch.int32, device=DEVICE)
-    first, again, other = (kept_weights(rows, rows, False, seed, heads=2) for seed in seeds)
-    assert first.equal(again)
-    masks = [first[:, 0], first[:, 1], other[:, 0], other[:, 1]]
+    first, same, different = (kept_weights(rows, rows, False, seed, heads=2) for seed in seeds)
+    assert first.equal(same)
+    masks = [first[:, 0], first[:, 1], different[:, 0], different[:, 1]]
     for i, mask in enumerate(masks):
         assert mask.float().mean().item() == pytest.approx(1 - RATE, abs=0.03)
-        for another in masks[:i]:  # independent: both kept with the product of the probabilities
-            assert (mask & another).float().mean().item() == pytest.approx((1 - RATE) ** 2, abs=0.03)
+        for earlier in masks[:i]:  # independent: both kept with the product of the probabilities
+            assert (mask & earlier).float().mean().item() == pytest.approx((1 - RATE) ** 2, abs=0.03)
 
 
 @runs_here

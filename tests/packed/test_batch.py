@@ -84,7 +84,7 @@ def test_every_token_once_in_order(batch: Batch) -> None:
 def test_static_shapes_start_with_the_same_rows(batch: Batch, src: int, tgt: int, padded: int) -> None:
     own = batch.capacity
     capacity = Capacity(own.src + src, own.tgt + tgt, own.padded + padded)  # perhaps another batch's
-    assert capacity.holds(own)
+    assert capacity.covers(own)
     packed = batch.packed_static(capacity)
     assert_rows(packed.src, batch.src)
     assert_rows(packed.tgt, batch.prev)
@@ -129,14 +129,14 @@ def test_a_capacity_holds_its_batch_and_wastes_little(
     assert capacity.src < sentences * src_width + SPARE + step
     assert capacity.tgt < tgt_rows + SPARE + step
     assert capacity.padded < padded + 1024
-    assert capacity.holds(capacity)
+    assert capacity.covers(capacity)
 
 
 @pytest.mark.parametrize("smaller", ["src", "tgt", "padded"])
 def test_a_capacity_holds_what_is_no_larger_in_anything(smaller: str) -> None:
     sizes = {"src": 128, "tgt": 192, "padded": 1024}
     capacity, less = Capacity(**sizes), Capacity(**sizes | {smaller: sizes[smaller] - 1})
-    assert capacity.holds(capacity) and capacity.holds(less) and not less.holds(capacity)
+    assert capacity.covers(capacity) and capacity.covers(less) and not less.covers(capacity)
 
 
 def test_the_decoder_and_the_loss_cost_twice_the_encoder() -> None:

@@ -1,6 +1,5 @@
-"""Which recording a batch takes, and when another is made."""
+"""Which captured graph a batch uses, and when another one is captured."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,89 +7,91 @@ import torch
 
 from surface_fusion.packed import cuda_graphs as module
 from surface_fusion.packed.batch import Capacity, capacity_for
-from surface_fusion.packed.cuda_graphs import RECORDING_ROWS, Graphs
+from surface_fusion.packed.cuda_graphs import CAPTURE_COST, GraphCache
 from tests.helpers.tiny import batch
 
 
-class FakeRecording:
-    """What a recording is told."""
+class FakeStep:
+    """Lists the methods that are called."""
 
-    def __init__(self, step: Any, capacity: Capacity, stream: Any, pool: Any) -> None:
+    def __init__(
+        self, forward: Any, flat: Any, padding_idx: int, capacity: Capacity, stream: Any, pool: Any
+    ) -> None:
         self.capacity = capacity
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def load(self, sample: dict[str, Any]) -> None:
-        self.told.append("load")
+        self.calls.append("load")
 
-    def rehearse(self) -> None:
-        self.told.append("rehearse")
+    def warm_up(self) -> None:
+        self.calls.append("warm_up")
 
-    def record(self) -> None:
-        self.told.append("record")
+    def capture(self) -> None:
+        self.calls.append("capture")
 
     def run(self, sample: dict[str, Any]) -> Any:
         return self
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    monkeypatch.setattr(module, "Recording", FakeRecording)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> GraphCache:
+    monkeypatch.setattr(module, "CapturedStep", FakeStep)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return Graphs(SimpleNamespace())
+    return GraphCache(lambda batch: None, None, 1)  # type: ignore[arg-type, return-value]
 
 
 def capacity(src: int, tgt: int = 100, padded: int = 100_000) -> Capacity:
     return Capacity(src, tgt, padded)
 
 
-def test_the_same_size_is_recorded_once_and_rehearsed_once(graphs: Graphs) -> None:
-    first = graphs._recording_for(capacity(1000), {})
-    assert first.told == ["load", "rehearse", "record"]  # rehearsed on real tokens
-    assert graphs._recording_for(capacity(1000), {}) is first
-    second = graphs._recording_for(capacity(2000), {})
-    assert second.told == ["record"]
-    assert graphs._recording_for(capacity(1000), {}) is first
+def test_each_size_is_captured_once_after_one_warm_up(graphs: GraphCache) -> None:
+    first = graphs._select(capacity(1000), {})
+    assert first.calls == ["load", "warm_up", "capture"]  # warm-up on real tokens
+    assert graphs._select(capacity(1000), {}) is first
+    second = graphs._select(capacity(2000), {})
+    assert second.calls == ["capture"]
+    assert graphs._select(capacity(1000), {}) is first
 
 
-def test_a_batch_that_nothing_holds_gets_a_recording(graphs: Graphs) -> None:
-    large = graphs._recording_for(capacity(1000), {})
+def test_a_batch_that_no_graph_covers_gets_its_own(graphs: GraphCache) -> None:
+    large = graphs._select(capacity(1000), {})
     for needed in (capacity(1001), capacity(10, tgt=101), capacity(10, padded=100_001)):
-        made = graphs._recording_for(needed, {})
-        assert made is not large and made.capacity == needed
+        new = graphs._select(needed, {})
+        assert new is not large and new.capacity == needed
 
 
-def test_a_smaller_batch_takes_the_cheapest_that_holds_it(graphs: Graphs) -> None:
-    made = [graphs._recording_for(capacity(src), {}) for src in (1000, 3000, 2000)]
-    assert graphs._recording_for(capacity(900), {}) is made[0]
-    assert graphs._recording_for(capacity(1001), {}) is made[2]
+def test_a_smaller_batch_uses_the_cheapest_graph_that_covers_it(graphs: GraphCache) -> None:
+    captured = [graphs._select(capacity(src), {}) for src in (1000, 3000, 2000)]
+    assert graphs._select(capacity(900), {}) is captured[0]
+    assert graphs._select(capacity(1001), {}) is captured[2]
 
 
-def test_a_recording_is_made_when_what_was_wasted_has_paid_for_it(graphs: Graphs) -> None:
-    large = graphs._recording_for(capacity(40_000), {})
+def test_a_graph_is_captured_when_the_excess_cost_exceeds_that_of_a_capture(graphs: GraphCache) -> None:
+    large = graphs._select(capacity(40_000), {})
     small = capacity(10_000)
-    unpaid = -(-RECORDING_ROWS // 30_000) - 1
+    below = -(-CAPTURE_COST // 30_000) - 1
     taken = []
-    for _ in range(unpaid + 5):
-        taken.append(graphs._recording_for(small, {}))
-        graphs.record_pending()  # while the GPU works
-    assert taken[: unpaid + 1] == [large] * (unpaid + 1)
-    assert {r.capacity for r in taken[unpaid + 1 :]} == {small}
-    assert len(graphs._recordings) == 2
-    # Paid: the account starts anew, and a batch that fits exactly is never charged.
-    assert graphs._recording_for(capacity(39_999), {}) is large
+    for _ in range(below + 5):
+        taken.append(graphs._select(small, {}))
+        graphs.capture_pending()
+    assert taken[: below + 1] == [large] * (below + 1)
+    assert {step.capacity for step in taken[below + 1 :]} == {small}
+    assert len(graphs._captured) == 2
+    # The excess starts at zero again, and a batch that fits exactly adds nothing.
+    assert graphs._select(capacity(39_999), {}) is large
     for _ in range(20):
-        assert graphs._recording_for(capacity(40_000), {}) is large
+        assert graphs._select(capacity(40_000), {}) is large
 
 
-def test_a_batch_that_fits_exactly_never_pays(graphs: Graphs) -> None:
-    exact = graphs._recording_for(capacity(40_000), {})
-    graphs._wasted = RECORDING_ROWS
-    assert graphs._recording_for(capacity(40_000), {}) is exact
-    graphs.record_pending()
-    assert graphs._recordings == [exact]
+def test_a_batch_that_fits_exactly_adds_no_excess_cost(graphs: GraphCache) -> None:
+    exact = graphs._select(capacity(40_000), {})
+    graphs._excess_cost = CAPTURE_COST
+    assert graphs._select(capacity(40_000), {}) is exact
+    graphs.capture_pending()
+    assert graphs._captured == [exact]
 
 
-def test_what_a_batch_needs_is_read_off_its_shape(graphs: Graphs) -> None:
+def test_the_capacity_of_a_batch_follows_from_its_shape(graphs: GraphCache) -> None:
     sample = batch((50,) * 40, (30,) * 40)
     assert graphs.run(sample).capacity == capacity_for(40, 50, 30, 1200)

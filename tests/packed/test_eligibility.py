@@ -97,7 +97,7 @@ def test_frozen_parameters() -> None:
     model, _ = build(*HARD)
     model.encoder.layers[0].fc1.weight.requires_grad_(False)
     flat = FlatParameters.of(p for p in model.parameters() if p.requires_grad)
-    assert flat.holds(p for p in model.parameters() if p.requires_grad)
+    assert flat.contains(p for p in model.parameters() if p.requires_grad)
     assert why_not_packed(model) == "frozen parameters"
 
 
@@ -113,7 +113,7 @@ def test_a_copied_model() -> None:
     """Its parameters do not lie side by side."""
     model = copy.deepcopy(build(*HARD)[0])
     flat = FlatParameters.of(model.parameters())
-    assert flat.holds(model.parameters())
+    assert flat.contains(model.parameters())
     assert why_not_packed(model) == "parameters that are copies"
 
 

@@ -1,6 +1,8 @@
-"""Parameters as views of one flat tensor: layout, gradients, and what would tear them out."""
+"""Parameters as views of one flat tensor: layout, gradients, and conversions that are refused."""
 
+import copy
 import gc
+import pickle
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,7 @@ def test_only_members_of_a_group_start_between_multiples_of_128_bytes(
 ) -> None:
     flat = FlatParameters.of(model.to(dtype).parameters())
     for name, param in model.named_parameters():
-        inside = name.startswith(("k.", "v."))  # behind q
+        inside = name.startswith(("k.", "v."))  # after q
         assert (flat.offsets[param] * dtype.itemsize % ALIGNMENT == 0) != inside, name
 
 
@@ -100,10 +102,10 @@ def test_shared_parameters_once_and_frozen_ones_not(model: Attention) -> None:
     assert flat_of(model) is flat
 
 
-def test_any_flat_tensor_is_seen_by_parameter(model: Attention) -> None:
+def test_a_view_of_any_flat_tensor(model: Attention) -> None:
     flat = FlatParameters.of(model.parameters())
-    other = torch.arange(flat.data.numel())
-    view = flat.view(model.first.weight, other)
+    indices = torch.arange(flat.data.numel())
+    view = flat.view(model.first.weight, indices)
     assert view.shape == (3, 5) and view[0, 0] == flat.offsets[model.first.weight]
     assert flat.view(model.scale).equal(model.scale)
 
@@ -115,10 +117,10 @@ def test_a_checkpoint_is_loaded_into_the_views(model: Attention) -> None:
     assert flat.data[~free].eq(3).all() and not flat.data[free].any()
 
 
-# One buffer, or none
+# Which flat parameters a model has
 
 
-def test_made_twice_it_is_the_same(model: Attention) -> None:
+def test_making_parameters_flat_twice_gives_the_same_object(model: Attention) -> None:
     flat = FlatParameters.of(model.parameters())
     assert FlatParameters.of(list(model.parameters())) is flat
     assert flat_of(model) is flat and flat_of(model.q) is flat
@@ -126,15 +128,15 @@ def test_made_twice_it_is_the_same(model: Attention) -> None:
     assert fewer is not flat and flat_of(model.q) is fewer and flat_of(model) is None
 
 
-def test_no_buffer(model: Attention) -> None:
+def test_parameters_that_are_not_flat(model: Attention) -> None:
     assert flat_of(model) is None and flat_of(nn.ReLU()) is None
     flat = FlatParameters.of(model.q.parameters())
     assert flat_of(model) is None
-    pointer = model.q.weight.data_ptr()
+    address = model.q.weight.data_ptr()
     del flat
     gc.collect()
     assert flat_of(model.q) is None
-    assert FlatParameters.of(model.q.parameters()).view(model.q.weight).data_ptr() != pointer
+    assert FlatParameters.of(model.q.parameters()).view(model.q.weight).data_ptr() != address
 
 
 def test_a_model_converted_before_is_made_flat_anew(model: Attention) -> None:
@@ -143,6 +145,14 @@ def test_a_model_converted_before_is_made_flat_anew(model: Attention) -> None:
     assert flat_of(model) is None
     new = FlatParameters.of(model.parameters())
     assert new is not flat and new.data.dtype == torch.float64 and flat_of(model) is new
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_is_not_flat(model: Attention, copied) -> None:
+    flat = FlatParameters.of(model.parameters())
+    copy_ = copied(model)
+    assert flat_of(copy_) is None and flat_of(model) is flat
+    assert copy_.q.weight.equal(model.q.weight) and FlatParameters.of(copy_.parameters()) is not flat
 
 
 def test_parameters_of_two_kinds_are_refused(model: Attention) -> None:
@@ -175,8 +185,8 @@ def test_backward_accumulates_into_the_flat_gradient(model: Attention, set_to_no
             backward(model, seed + i)
             backward(expected, seed + i)
         flat.attach_grads()
-        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
-            assert flat.view(param, flat.grad).equal(other.grad) and param.grad.equal(other.grad)
+        for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+            assert flat.view(param, flat.grad).equal(reference.grad) and param.grad.equal(reference.grad)
             assert param.grad.data_ptr() == flat.view(param, flat.grad).data_ptr()
     assert not flat.grad[gaps(flat)].any()
 
@@ -205,17 +215,17 @@ def test_zero_grad(model: Attention) -> None:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_zero_grad_after_a_fast_step(model: Attention, replaced: bool) -> None:
-    """Whether all is in its place is known by then, or that it is not."""
+    """launch_norm notes whether every ``.grad`` is in place."""
     flat = FlatParameters.of(model.parameters())
     for _ in range(2):
         flat.grad.fill_(3.0)
         if replaced:
             model.q.weight.grad = torch.full_like(model.q.weight, 5.0)
-        flat.begin_norm()
+        flat.launch_norm()
         flat.zero_grad()
         assert not any(param.grad.any() for param in model.parameters())
-        model.q.weight.grad = None  # behind the look-up: noticed at the latest an update later
-        flat.begin_norm()
+        model.q.weight.grad = None  # after launch_norm: restored one update later
+        flat.launch_norm()
         flat.zero_grad()
         assert model.q.weight.grad is not None
 
@@ -228,7 +238,7 @@ def test_gradients_from_before_are_kept(model: Attention) -> None:
 
 
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
-def test_a_model_converted_afterwards_is_noticed(model: Attention, convert) -> None:
+def test_a_model_converted_afterwards_is_refused(model: Attention, convert) -> None:
     flat = FlatParameters.of(model.parameters())
     convert(model)
     for use in (flat.attach_grads, flat.zero_grad):
@@ -256,11 +266,11 @@ def test_norm(dtype: torch.dtype) -> None:
 def two_process_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    for way in ("averaged", "early", "wrapped", "buckets"):
+    for case in ("averaged", "launched", "wrapped", "buckets"):
         torch.manual_seed(0)
         model = Attention()
-        own = way not in ("wrapped", "buckets")
-        wrapper = model if own else ddp(model, gradient_as_bucket_view=way == "buckets")
+        own = case not in ("wrapped", "buckets")
+        wrapper = model if own else ddp(model, gradient_as_bucket_view=case == "buckets")
         flat = FlatParameters.of(model.parameters())  # fairseq wraps before it builds the optimizer
         for step in range(2):
             flat.zero_grad()
@@ -268,12 +278,12 @@ def two_process_worker(rank: int, folder: str) -> None:
         if own:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
             flat.local_only = True
-            if way == "early":
-                flat.average_early(None)
+            if case == "launched":
+                flat.launch_average(None)
             flat.average_grads(None)
             assert not flat.local_only
         flat.attach_grads()
-        torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{way}{rank}.pt")
+        torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{case}{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -287,8 +297,8 @@ def test_two_processes_on_their_own_and_under_distributed_data_parallel(
         backward(model, seed=2 + rank)
         parts.append([param.grad.clone() for param in model.parameters()])
     for file in tmp_path.glob("*.pt"):
-        for one, other, mean in zip(*parts, torch.load(file), strict=True):
-            torch.testing.assert_close(mean, (one + other) / 2)
+        for first, second, mean in zip(*parts, torch.load(file), strict=True):
+            torch.testing.assert_close(mean, (first + second) / 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -299,14 +309,14 @@ def test_on_a_gpu(model: Attention) -> None:
     assert flat.grad.is_cuda and flat.data.data_ptr() % ALIGNMENT == 0
     backward(model)
     backward(expected)
-    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert flat.view(param, flat.grad).equal(other.grad)
-    reference = torch.cat([p.grad.flatten() for p in expected.parameters()]).double().norm()
-    torch.testing.assert_close(flat.grad_norm().double(), reference, rtol=1e-6, atol=0)
-    flat.begin_norm()
+    for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
+        assert flat.view(param, flat.grad).equal(reference.grad)
+    norm = torch.cat([p.grad.flatten() for p in expected.parameters()]).double().norm()
+    torch.testing.assert_close(flat.grad_norm().double(), norm, rtol=1e-6, atol=0)
+    flat.launch_norm()
     assert not flat.norm_on_host().is_cuda and flat.norm_on_host() == flat.grad_norm().cpu()
-    flat.local_only = True  # nothing changes the gradient behind its back
-    sent = flat.norm_on_host()
-    assert sent == flat.grad_norm().cpu()
+    flat.local_only = True  # nothing changes the gradient after launch_norm
+    copied = flat.norm_on_host()
+    assert copied == flat.grad_norm().cpu()
     flat.zero_grad()
-    assert flat.norm_on_host() == 0 != sent
+    assert flat.norm_on_host() == 0 != copied

@@ -1,4 +1,4 @@
-"""A forward that was begun counts if it is what a run would give now."""
+"""A prefetched forward is used only if a run would give the same now."""
 
 import logging
 from typing import Any
@@ -138,7 +138,7 @@ def test_it_is_given_up_after_some_in_a_row_for_nothing(
         assert not caplog.text
         use(False)
     assert not prefetch.useful
-    assert "forwards are no longer launched ahead" in caplog.text
+    assert "forward prefetch is off" in caplog.text
 
 
 def test_what_never_comes_is_for_nothing(prefetch: ForwardPrefetch[Any]) -> None:

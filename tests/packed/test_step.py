@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed import step as module
-from surface_fusion.packed.cuda_graphs import tokens_of
 from surface_fusion.packed.flat_parameters import FlatParameters
+from surface_fusion.packed.forward_backward import tokens_of
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.interpreter import INTERPRETED
@@ -77,7 +77,7 @@ def test_processes_average_the_gradient_behind_the_last_backward(
     averaged: list[Tensor] = []
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "get_data_parallel_group", lambda: None)
-    flat.average_early = lambda group: averaged.append(flat.grad.clone())
+    flat.launch_average = lambda group: averaged.append(flat.grad.clone())
     step.train(SAMPLES[0], last=last).loss.backward()
     assert len(averaged) == last
     assert all(gradient.equal(flat.grad) and gradient.any() for gradient in averaged)
@@ -150,7 +150,7 @@ MODELS = {
     ids=str,
 )
 def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: str) -> None:
-    """On a GPU the second and third take the first one's recording.
+    """On a GPU the second and third take the first one's graph.
 
     Of the weights that the step has: what rounding them to *dtype* changes is not the step's error.
     """
@@ -177,7 +177,7 @@ def test_several_batches_are_the_modules(device: str, dtype: torch.dtype, name: 
                 key
             )  # some are zero but for rounding
     if device == "cuda":
-        assert step._graphs is not None and len(step._graphs._recordings) == 1
+        assert step._graphs is not None and len(step._graphs._captured) == 1
 
 
 @needs_gpu
@@ -197,8 +197,8 @@ def test_graphs_drop_anew_each_step_and_alike_under_one_seed() -> None:
 
 
 @needs_gpu
-def test_garbage_is_not_collected_while_a_recording_is_made() -> None:
-    """Another model's graphs, freed in between, would end it."""
+def test_garbage_is_not_collected_during_a_capture() -> None:
+    """Another model's graphs, freed in between, would invalidate it."""
     thresholds = gc.get_threshold()
     gc.set_threshold(1_000_000)
     try:

@@ -1,4 +1,4 @@
-"""The packed forward is the modules' own forward, values and gradients."""
+"""Values and gradients of the packed forward against those of the modules."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surface_fusion.ops import add_norm
+from surface_fusion.ops import activation, add_norm
 from surface_fusion.packed import layers
 from surface_fusion.packed.batch import Capacity, PackedBatch, pack, pack_static
 from surface_fusion.packed.flat_parameters import FlatParameters
@@ -98,7 +98,7 @@ def loss(features: Features, weights: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("static", [False, True])
-def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) -> None:
+def test_values_and_gradients_equal_the_modules(name: str, static: bool) -> None:
     model = shaken(*MODELS[name]).to(DTYPE)
     packed = packed_of(model)
     sample = batch((5, 7, 3), (6, 4, 5), extra_src=1, extra_tgt=2)
@@ -122,10 +122,10 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) 
             torch.as_tensor(got.gate), torch.as_tensor(want.gate), rtol=1e-5, atol=TOLERANCE
         )
     packed.flat.zero_grad()
-    found = torch.autograd.grad(loss(got, weights), packed.leaves, allow_unused=True)
-    for into, gradient in zip(packed.gradients, found, strict=True):
+    new = torch.autograd.grad(loss(got, weights), packed.leaves, allow_unused=True)
+    for total, gradient in zip(packed.gradients, new, strict=True):
         if gradient is not None:
-            into.add_(gradient)
+            total.add_(gradient)
     for n, p in model.named_parameters():
         want_gradient = gradients.get(n, torch.zeros_like(p))
         torch.testing.assert_close(
@@ -136,9 +136,9 @@ def test_values_and_gradients_are_those_of_the_modules(name: str, static: bool) 
 @starts_the_interpreter
 def test_in_the_interpreter() -> None:
     """A few models by the kernels."""
-    same = f"{__file__}::{test_values_and_gradients_are_those_of_the_modules.__name__}"
+    same = f"{__file__}::{test_values_and_gradients_equal_the_modules.__name__}"
     models = ("True-hard", "False-learned gate", "True-max", "True-pre-norm, no final norm", "False-gelu")
-    dropout = [test_dropout_hangs_on_torchs_seed, test_surface_and_input_share_one_dropout_mask]
+    dropout = [test_dropout_follows_torchs_seed, test_surface_and_input_share_one_dropout_mask]
     assert_passes_in_the_interpreter(
         *(f"{same}[{model}]" for model in models), *(f"{__file__}::{test.__name__}" for test in dropout)
     )
@@ -151,8 +151,8 @@ RATES = ("--dropout", "0.1", "--attention-dropout", "0.2", "--activation-dropout
 
 @pytest.mark.skipif(INTERPRETED, reason="the kernels do not call torch's dropout")
 @pytest.mark.parametrize("name", MODELS)
-def test_each_dropout_is_where_the_modules_have_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout that multiplies by 1 + rate instead of drawing lots tells place and rate of each."""
+def test_dropout_is_applied_where_the_modules_apply_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace dropout by a product with 1 + rate, so that the result shows where each rate is applied."""
     attention = F.scaled_dot_product_attention
 
     def marked(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -169,8 +169,8 @@ def test_each_dropout_is_where_the_modules_have_it(name: str, monkeypatch: pytes
         return attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal) * (1 + dropout_p)
 
     monkeypatch.setattr(F, "dropout", marked)
-    for module in (add_norm, layers):
-        monkeypatch.setattr(module, "drop", lambda x, rate: x * (1 + rate))
+    for module in (activation, add_norm, layers):
+        monkeypatch.setattr(module, "dropout", lambda x, rate: x * (1 + rate))
     monkeypatch.setattr(F, "scaled_dot_product_attention", marked_attention)
     model = shaken(*MODELS[name], *RATES).to(DTYPE).train()
     packed = packed_of(model)
@@ -189,7 +189,7 @@ def training_model(*flags: str) -> PackedTransformer:
     return packed
 
 
-def test_dropout_hangs_on_torchs_seed() -> None:
+def test_dropout_follows_torchs_seed() -> None:
     packed = training_model(*ATT, "--attention-dropout", "0.5", "--activation-dropout", "0.5")
     data = packed_batch(batch())
 
@@ -206,14 +206,14 @@ def test_dropout_hangs_on_torchs_seed() -> None:
 
 
 def surfaces(packed: PackedTransformer, data: PackedBatch) -> list[Tensor]:
-    """What the decoder is given to read of the source, in training and not."""
-    given = []
+    """What the decoder reads of the source, in training and not."""
+    encodings = []
     encode = packed.encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "encode", lambda rows: given.append(encode(rows)) or given[-1])
+        patch.setattr(packed, "encode", lambda rows: encodings.append(encode(rows)) or encodings[-1])
         for packed.training in (True, False):
             features(packed, data)
-    return [encoded.surface for encoded in given]
+    return [encoded.surface for encoded in encodings]
 
 
 @pytest.mark.parametrize("flags", [(), ("--sf-posedemb",), ("--no-token-positional-embeddings",)])
@@ -221,35 +221,35 @@ def test_surface_and_input_share_one_dropout_mask(
     flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = training_model(*ATT, *flags)
-    read: list[Tensor] = []
+    inputs: list[Tensor] = []
     original = packed._self_attention
 
     def watched(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        read.append(x)
+        inputs.append(x)
         return original(x, *args, **kwargs)
 
     monkeypatch.setattr(packed, "_self_attention", watched)
     data = packed_batch(batch((50, 30), (4, 4)))
     surface, whole = surfaces(packed, data)
-    assert surface.eq(0).equal(read[0].eq(0))
+    assert surface.eq(0).equal(inputs[0].eq(0))
     assert surface.eq(0).double().mean().item() == pytest.approx(0.5, abs=0.05)
     torch.testing.assert_close(surface, torch.where(surface == 0, 0, 2 * whole))
 
 
 @pytest.mark.parametrize("source", ["mean", "max"])
-def test_a_pooled_surface_has_a_dropout_of_its_own(source: str) -> None:
+def test_a_pooled_surface_has_its_own_dropout_mask(source: str) -> None:
     packed = training_model("--surfacefusion", source, "--sf-gate", "0.5")
-    # Pooled before anything is dropped.
+    # Pooling comes before dropout.
     surface, whole = surfaces(packed, packed_batch(batch((3,) * 40, (2,) * 40)))
     assert surface.eq(0).double().mean().item() == pytest.approx(0.5, abs=0.1)
     torch.testing.assert_close(surface, torch.where(surface == 0, 0, 2 * whole))
 
 
-# What a graph must not do
+# In captured graphs
 
 
 def test_a_capacity_longer_than_the_table_of_positions() -> None:
-    """Only spare sentences are: their rows are read at the table's end, not behind it."""
+    """Only padding sentences are that long: their rows read the last entry of the table."""
     model = shaken(*ATT, "--encoder-learned-pos", "--max-source-positions", "8").to(DTYPE)
     packed = packed_of(model)
     sample = batch((5, 8), (6, 4))

@@ -11,7 +11,7 @@ import torch
 from fairseq.trainer import Trainer
 
 from surface_fusion.packed.batch import pack
-from surface_fusion.packed.cuda_graphs import tokens_of
+from surface_fusion.packed.forward_backward import tokens_of
 from surface_fusion.packed.forward_prefetch import MISSES, ForwardPrefetch
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.training.trainer import SurfaceFusionTrainer
@@ -32,13 +32,13 @@ class Eager:
     def __init__(self, step: PackedStep) -> None:
         self.step = step
 
-    def hold(self, sample: dict[str, Any]) -> bool:
+    def covers(self, sample: dict[str, Any]) -> bool:
         return True
 
     def run(self, sample: dict[str, Any]) -> Any:
         return self.step.forward(pack(*tokens_of(sample), self.step.padding_idx))
 
-    def record_pending(self) -> None:
+    def capture_pending(self) -> None:
         pass
 
 
@@ -265,7 +265,7 @@ def test_out_of_memory_in_a_prefetch_is_ignored(
 def test_a_batch_without_a_captured_graph_is_not_prefetched(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Eager, "hold", lambda self, sample: sample["nsentences"] % 16 == 0)
+    monkeypatch.setattr(Eager, "covers", lambda self, sample: sample["nsentences"] % 16 == 0)
     got = train(data)
     assert 0 < sum(taken) < len(taken) - 4
     without_prefetch(monkeypatch)

@@ -80,103 +80,103 @@ def test_modules_that_are_added_between_updates_are_trained_and_evaluated(data: 
 
 # -- two processes ----------------------------------------------------------------------------------
 
+CASES = ("equal", "other gradient", "overflow in one process", "fairseq's sums", "validation")
 
-def start_process(rank: int, folder: str) -> None:
+
+@pytest.fixture(scope="module")
+def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What happened in each of two processes, by case."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    torch.multiprocessing.spawn(worker, (str(folder), str(data)), nprocs=2)
+    by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return {case: [result[case] for result in by_rank] for case in CASES}
+
+
+def worker(rank: int, folder: str, data: str) -> None:
     os.chdir(folder)
     os.makedirs("checkpoints", exist_ok=True)  # fairseq saves there when a training fails
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-
-
-def two_process_trainer(rank: int, data: str) -> Any:
-    """With fairseq's buffer of gradient norms, which it has on GPUs only."""
-    flags = ("--distributed-world-size", 2, "--distributed-rank", rank, "--distributed-backend", "gloo")
-    trainer = build_trainer(Path(data), *PACKED, *flags, "--ddp-backend", "no_c10d")
-    trainer._grad_norm_buf = torch.zeros(2, dtype=torch.double)
-    return trainer
-
-
-def norms_worker(rank: int, folder: str, data: str, case: str) -> None:
-    start_process(rank, folder)
-    trainer = two_process_trainer(rank, data)
-    checked: list[float] = []
-    check = Trainer._check_grad_norms
-    Trainer._check_grad_norms = lambda self, norm: checked.append(float(norm)) or check(self, norm)  # type: ignore[method-assign]
-    batches = iter(batches_of(trainer))
-    errors, norms = [], []
-    clip = trainer.clip_grad_norm
-
-    def clip_grad_norm(clip_norm: float) -> Any:
-        norm = clip(clip_norm)
-        norms.append(float(norm))
-        if case == "other gradient" and rank == 1 and len(norms) == 2:
-            return norm + 1
-        if case == "overflow in one process" and rank == 1 and len(norms) == 2:
-            raise OverflowError("minimum not reached")
-        return norm
-
-    trainer.clip_grad_norm = clip_grad_norm
     torch.Tensor.cuda = lambda self, *_: self  # type: ignore[method-assign]  # where fairseq wants a norm of 0
-    if case == "fairseq's sums":
-        trainer._statistics.take = lambda outputs: None
-    for _ in range(4):
-        try:
-            trainer.train_step(next(batches))
-        except FloatingPointError as error:
-            errors.append((len(norms), str(error)))
-            break
-    torch.save({"errors": errors, "norms": norms, "checked": checked}, f"{folder}/{rank}.pt")
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    torch.save({case: train_with_norms(rank, data, case) for case in CASES}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-def run_two(worker: Any, data: Path, tmp_path: Path, *args: Any) -> list[Any]:
-    torch.multiprocessing.spawn(worker, (str(tmp_path), str(data), *args), nprocs=2)
-    return [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+def train_with_norms(rank: int, data: str, case: str) -> dict[str, Any]:
+    """Four updates with fairseq's buffer of gradient norms, which it has on GPUs only."""
+    flags = ("--distributed-world-size", 2, "--distributed-rank", rank, "--distributed-backend", "gloo")
+    trainer = build_trainer(Path(data), *PACKED, *flags, "--ddp-backend", "no_c10d")
+    trainer._grad_norm_buf = torch.zeros(2, dtype=torch.double)
+    result: dict[str, Any] = {"errors": [], "norms": [], "compared at once": []}
+    clip, check = trainer.clip_grad_norm, Trainer._check_grad_norms
+
+    def clip_grad_norm(clip_norm: float) -> Any:
+        norm = clip(clip_norm)
+        result["norms"].append(float(norm))
+        second = rank == 1 and len(result["norms"]) == 2
+        if second and case == "other gradient":
+            return norm + 1
+        if second and case == "overflow in one process":
+            raise OverflowError("minimum not reached")
+        return norm
+
+    def check_grad_norms(self: Any, norm: Any) -> None:
+        result["compared at once"].append(float(norm))
+        check(self, norm)
+
+    trainer.clip_grad_norm = clip_grad_norm
+    if case == "fairseq's sums":
+        trainer._statistics.take = lambda outputs: None
+    batches = iter(batches_of(trainer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_check_grad_norms", check_grad_norms)
+        for _ in range(4):
+            try:
+                trainer.train_step(next(batches))
+            except FloatingPointError as error:
+                result["errors"].append((len(result["norms"]), str(error)))
+                break
+            if case == "validation":
+                valid = trainer.get_valid_iterator("valid").next_epoch_itr(shuffle=False)
+                result["loss"] = trainer.valid_step(next(iter(valid)))["loss"]
+                result["unchecked"] = trainer._unchecked_norm
+    return result
 
 
-def test_equal_norms_raise_nothing(data: Path, tmp_path: Path) -> None:
-    first, second = run_two(norms_worker, data, tmp_path, "equal")
+@pytest.mark.parametrize("case", ["equal", "validation"])
+def test_equal_norms_raise_nothing(results: dict[str, list[dict[str, Any]]], case: str) -> None:
+    first, second = results[case]
     assert first["errors"] == second["errors"] == []
     assert first["norms"] == second["norms"] and len(first["norms"]) == 4
-    assert first["checked"] == []  # they were compared with the statistics of the next update
+    assert first["compared at once"] == []  # they were compared with the statistics of the next update
 
 
-def test_different_norms_are_reported_before_the_weights_change_again(data: Path, tmp_path: Path) -> None:
-    for result in run_two(norms_worker, data, tmp_path, "other gradient"):
+def test_different_norms_are_reported_before_the_weights_change_again(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    for result in results["other gradient"]:
         [(updates, message)] = result["errors"]
         assert updates == 3
         assert "gradient norms of the previous update differ between processes" in message
 
 
-def test_an_overflow_in_one_process_only_is_reported(data: Path, tmp_path: Path) -> None:
-    for result in run_two(norms_worker, data, tmp_path, "overflow in one process"):
+def test_an_overflow_in_one_process_only_is_reported(results: dict[str, list[dict[str, Any]]]) -> None:
+    for result in results["overflow in one process"]:
         [(_, message)] = result["errors"]
         assert "-1.0" in message
 
 
-def test_without_overlapped_statistics_fairseq_compares_at_once(data: Path, tmp_path: Path) -> None:
-    for result in run_two(norms_worker, data, tmp_path, "fairseq's sums"):
-        assert result["errors"] == [] and result["checked"] == result["norms"]
+def test_without_overlapped_statistics_fairseq_compares_at_once(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    for result in results["fairseq's sums"]:
+        assert result["errors"] == [] and result["compared at once"] == result["norms"]
 
 
-def validation_worker(rank: int, folder: str, data: str) -> None:
-    """A validation between two updates takes nothing that belongs to the training."""
-    start_process(rank, folder)
-    trainer = two_process_trainer(rank, data)
-    batches = iter(batches_of(trainer))
-    trainer.train_step(next(batches))
-    valid = trainer.get_valid_iterator("valid").next_epoch_itr(shuffle=False)
-    logged = trainer.valid_step(next(iter(valid)))
-    pending = trainer._unchecked_norm
-    trainer.train_step(next(batches))
-    torch.save({"logged": dict(logged), "pending": pending}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_a_validation_leaves_the_norm_for_the_next_update(data: Path, tmp_path: Path) -> None:
-    first, second = run_two(validation_worker, data, tmp_path)
-    assert first["logged"]["loss"] == second["logged"]["loss"] > 0
-    assert first["pending"] == second["pending"] and first["pending"] > 0
+def test_a_validation_leaves_the_norm_for_the_next_update(results: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = results["validation"]
+    assert first["loss"] == second["loss"] > 0
+    assert first["unchecked"] == second["unchecked"] == first["norms"][-1]
 
 
 def test_statistics_are_expected_only_where_fairseq_sums_them(data: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
 from surface_fusion.encoder_fusion.registry import register_encoder_fusion
-from surface_fusion.ops.distributions import at_least_float32
+from surface_fusion.ops.precision import at_least_float32
 
 
 @register_encoder_fusion("routing")

@@ -154,7 +154,7 @@ def main() -> None:
         print(__doc__)
         return
     specs, out = map(Path, sys.argv[1:])
-    surface_fusion.compat.apply()  # fairseq's own models need it, too, to be loaded with today's torch
+    surface_fusion.register()  # fairseq's own models need it, too, to be loaded with today's torch
     results = [decode(Spec(**fields)) for fields in json.loads(specs.read_text(encoding="utf-8"))]
     write_text(out, json.dumps([[asdict(done) for done in several] for several in results]))
 

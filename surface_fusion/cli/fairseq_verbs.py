@@ -20,7 +20,7 @@ from surface_fusion.cli import user_errors
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
 from surface_fusion.cli.whole_results import whole_results
-from surface_fusion.compat import TRUST_VARIABLE
+from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
 from surface_fusion.compat.patching import replaced
 from surface_fusion.config.ranges import check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError

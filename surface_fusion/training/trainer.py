@@ -1,6 +1,6 @@
 """fairseq's trainer for SurfaceFusion models: the same updates with less overhead on the host.
 
-Each override calls ``super()``. :mod:`surface_fusion.training.hook` selects this class; with ``--sf-plain``,
+Each override calls ``super()``. :mod:`surface_fusion.hooks` selects this class; with ``--sf-plain``,
 and for other models, fairseq's own trainer is used. ``docs/fast_path.md`` shows one update as a timeline.
 
 Numbers are of the base model on an H200, where an update of 16,384 tokens takes 27 ms, of 2,048 7.5 ms:

@@ -19,7 +19,7 @@ from omegaconf import AnyNode, OmegaConf
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.averaging import average_checkpoints
-from surface_fusion.compat import TRUST_VARIABLE
+from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
 from surface_fusion.compat.untrusted_files import MODELS, TASKS, check_configuration, refusals, trusted
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.pickles import Touching, expression, pickled

@@ -12,7 +12,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.trainer import Trainer
 
 from surface_fusion import SurfaceFusionError
-from surface_fusion.training.hook import uses_fast_trainer
+from surface_fusion.hooks.trainer_hook import uses_fast_trainer
 from surface_fusion.training.trainer import SurfaceFusionTrainer
 from tests.helpers.small_training import OPTIMISER, PLAIN
 from tests.helpers.trainers import PACKED, batches_of, build_trainer

@@ -3,8 +3,8 @@
     python scripts/docs/stage.py FOLDER
 
 The pages are those of docs/, with the README as the first one. Files that they link to are copied to
-FOLDER/files, and the links adapted; a folder's link becomes plain text. ``<!-- ::: NAME -->`` in a page, which
-GitHub does not show, becomes ``::: NAME``: mkdocstrings inserts NAME's docstring there.
+FOLDER/files, and the links adapted; a link to a folder becomes plain text. ``<!-- ::: NAME -->`` in a page,
+which GitHub does not show, becomes ``::: NAME``, where mkdocstrings inserts the docstring of NAME.
 """
 
 import re
@@ -14,7 +14,7 @@ from os.path import relpath
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[(?P<text>[^\[\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def stage(folder: Path) -> None:
@@ -48,7 +48,7 @@ def _write(path: Path, folder: Path) -> None:
             return f"`{link['text']}`" if "`" not in link["text"] else link["text"]
         _write(linked, folder)
         relative = relpath(folder / _site_path(linked), target.parent)
-        return f"{link['image']}[{link['text']}]({relative}{link['anchor'] or ''})"
+        return f"{link[1]}[{link['text']}]({relative}{link['anchor'] or ''})"
 
     text = LINK.sub(adapt, path.read_text(encoding="utf-8"))
     target.write_text(re.sub(r"<!-- (:::.*?)-->", r"\1", text, flags=re.DOTALL), encoding="utf-8")

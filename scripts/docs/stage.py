@@ -51,7 +51,10 @@ def _write(path: Path, folder: Path) -> None:
         return f"{link[1]}[{link['text']}]({relative}{link['anchor'] or ''})"
 
     text = LINK.sub(adapt, path.read_text(encoding="utf-8"))
-    target.write_text(re.sub(r"<!-- (:::.*?)-->", r"\1", text, flags=re.DOTALL), encoding="utf-8")
+    text = re.sub(r"<!-- (:::.*?)-->", r"\1", text, flags=re.DOTALL)
+    # GitHub needs the backslash in a table's code, mkdocs would show it.
+    text = re.sub(r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), text)
+    target.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ EXTERNAL = (
 )
 """Links to other sites, which no test fetches: open them when you change this list."""
 
-SHORT = (*SIZES, "--cpu", "--max-tokens", 2000, "--num-workers", 0, "--max-epoch", 5, "--disable-validation")
-ONE_UPDATE = (*SHORT, "--max-update", 1, "--no-epoch-checkpoints")
+SHORT = (*SIZES, "--cpu", "--max-tokens", 2000, "--num-workers", 0, "--max-epoch", 5)
+ONE_UPDATE = (*SHORT, "--max-update", 1, "--disable-validation", "--no-epoch-checkpoints")
 
 RUN: dict[str, tuple[object, ...]] = {
     "python scripts/demo/segment.py": (),
@@ -44,6 +44,8 @@ RUN: dict[str, tuple[object, ...]] = {
     "surface-fusion train DATA --finetune-from-model": ONE_UPDATE,
     "fairseq-train DATA --user-dir CLONE/surface_fusion": (*ONE_UPDATE, "--no-save"),
     "surface-fusion average": (),
+    "surface-fusion generate": ("--cpu", "--num-workers", 0, "--max-len-b", 20),
+    "surface-fusion score": (),
     'echo "Where is the library?" | surface-fusion translate': (),
     'echo "Where is the library?" | surface-fusion interactive': (),
     "surface-fusion analyse all runs/demo": ("--cpu",),
@@ -57,6 +59,7 @@ PLACES = {
     "DATA": "runs/demo/data-bin",
     "PLAIN.pt": "plain/checkpoint_last.pt",
     "TEXT": str(ENRO),
+    "test.ro": str(ENRO / "test.ro"),
 }
 """What stands for the placeholders of the pages; PIECES with what follows it is in runs/demo/pieces."""
 
@@ -132,7 +135,7 @@ def shell(command: list[Any], stdin: str = "") -> str:
 def run(command: str, flags: tuple[object, ...]) -> str:
     """Run a command in the current folder, with *flags* in addition; return what it printed."""
     for name, place in PLACES.items():
-        command = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w/.-])", lambda _, place=place: place, command)
+        command = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", lambda _, place=place: place, command)
     command = re.sub(r"\bPIECES\b", "runs/demo/pieces", command)
     echo, command, output_filter = PIPE.fullmatch(command).groups("")
     words = [*shlex.split(command), *map(str, flags)]
@@ -173,6 +176,8 @@ def test_command(start: str, outputs: dict[str, str]) -> None:
         assert "read by surface" in printed
     elif "interactive" in start:
         assert len(printed.splitlines()) == 1
+    elif "score" in start:
+        assert "sacreBLEU" in printed and "tokenised BLEU" in printed
     elif "analyse" in start:
         assert Path("runs/demo/analysis/report.html").is_file()
     elif "average" in start:

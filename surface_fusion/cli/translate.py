@@ -1,6 +1,8 @@
 """``surface-fusion translate MODEL_DIR``: translate raw text from standard input, line by line."""
 
 import io
+import logging
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
-from surface_fusion.compat.hub import left_empty, position_limit
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import bursts
 from surface_fusion.models.hub_interface import TranslationHub
@@ -98,24 +99,14 @@ class Translation(NamedTuple):
 
 def translations(hub: TranslationHub, parts: Iterable[list[str]], beam: int) -> Iterator[Translation]:
     """Yield a translation per line of *parts*, empty if the line is empty or too long."""
-    limit = position_limit(hub.max_positions, "source")
-    done = 0
+    first_line = 1
     for part in parts:
         rows = [hub.encode(line.strip()) for line in part]
-        wanted = []
-        for number, row in enumerate(rows, done + 1):
-            if len(row) > limit:
-                print(f"surface-fusion translate: {left_empty(number, len(row), limit)}", file=sys.stderr)
-            wanted.append(len(row) <= limit and hub.has_words(row))
-        done += len(part)
-        sources = [row for row, want in zip(rows, wanted, strict=True) if want]
-        found = iter(hub.generate(sources, beam))
-        for row, want in zip(rows, wanted, strict=True):
-            if want:
-                target = next(found)[0]["tokens"]
-                yield Translation(hub.decode(target), (row, target.cpu()))
-            else:
-                yield Translation("")
+        for row, (best, *_) in zip(rows, hub.generate(rows, beam, first_line=first_line), strict=True):
+            translated = best["score"] > -math.inf
+            tokens = best["tokens"].cpu()
+            yield Translation(hub.decode(tokens), (row, tokens) if translated else None)
+        first_line += len(part)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -134,6 +125,7 @@ def run(argv: Sequence[str]) -> None:
         raise SurfaceFusionError("standard output is closed; the translations go there, as in: > FILE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the locale
+    logging.basicConfig(format="surface-fusion translate: %(message)s")  # warnings about single lines
     from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
@@ -149,8 +141,7 @@ def run(argv: Sequence[str]) -> None:
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
     at_once = 1 if args.explain or sys.stdin.isatty() else LINES_AT_ONCE
-    found = translations(hub, bursts(sys.stdin, at_once), args.beam)
-    for number, translation in enumerate(found, 1):
+    for number, translation in enumerate(translations(hub, bursts(sys.stdin, at_once), args.beam), 1):
         print(translation.text, flush=True)
         if args.explain and translation.tokens is not None:
             for line in _explained(hub, translation.tokens, args.out and args.out / str(number)):

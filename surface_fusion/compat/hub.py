@@ -27,11 +27,14 @@ def left_empty(line: int, length: int, limit: float, limited_by: str = "the mode
     return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
 
 
-def fitting(rows: Sequence[Tensor], limit: float) -> list[int]:
-    """Indices of the *rows* of at most *limit* tokens; logs a warning for each other row."""
+def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1) -> list[int]:
+    """Indices of the *rows* of at most *limit* tokens; logs a warning for each other row.
+
+    The first row is line number *first_line*.
+    """
     for i, row in enumerate(rows):
         if row.numel() > limit:
-            logger.warning(left_empty(i + 1, row.numel(), limit))
+            logger.warning(left_empty(first_line + i, row.numel(), limit))
     return [i for i, row in enumerate(rows) if row.numel() <= limit]
 
 
@@ -67,15 +70,24 @@ def keep_order_of_lines() -> None:
     """Return a result for each line from the hub's ``translate``, ``sample`` and ``generate``.
 
     fairseq drops lines that are too long for the model, which shifts the results of all later lines. Here
-    such a line gets an empty hypothesis, and a warning with its number is logged.
+    such a line gets an empty hypothesis, and a warning with its number is logged. So does, without a warning,
+    a row for which the additional keyword *skip* is true.
     """
 
     def generate(
-        original: Callable[..., Any], hub: Any, tokenized_sentences: Any, *args: Any, **kwargs: Any
+        original: Callable[..., Any],
+        hub: Any,
+        tokenized_sentences: Any,
+        *args: Any,
+        skip: Callable[[Tensor], bool] = lambda row: False,
+        first_line: int = 1,
+        **kwargs: Any,
     ) -> Any:
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             return original(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
-        indices = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"))
+        limit = position_limit(hub.max_positions, "source")
+        fits = fitting(tokenized_sentences, limit, first_line)
+        indices = [i for i in fits if not skip(tokenized_sentences[i])]
         rows = [tokenized_sentences[i] for i in indices]
         found = original(hub, rows, *args, **kwargs) if rows else []
         return in_order(found, indices, len(tokenized_sentences), hub.tgt_dict.eos())

@@ -14,11 +14,9 @@ from fairseq import checkpoint_utils
 from fairseq.data import data_utils
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
-from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
-from surface_fusion import sequence_generator
 from surface_fusion.compat import resume
 from surface_fusion.compat.batching import (
     accept_split_training_sets,
@@ -60,7 +58,6 @@ def apply() -> None:
     _restrict_inputs()
     _protect_checkpoints()
     _repair_fairseq()
-    wrap(SequenceGenerator, "_generate", sequence_generator.generate)
 
 
 def _restrict_inputs() -> None:

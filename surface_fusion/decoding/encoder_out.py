@@ -24,13 +24,13 @@ class ReorderedEncoderOut(Mapping[str, list[Tensor]]):
     def __init__(self, sentences: Mapping[str, list[Tensor]], rows: Tensor) -> None:
         self.sentences = sentences
         self.rows = rows
-        self._made: dict[str, list[Tensor]] = {}
+        self._gathered: dict[str, list[Tensor]] = {}
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        if name not in self._made:
+        if name not in self._gathered:
             axis = 1 if name in TIME_FIRST else 0
-            self._made[name] = [x.index_select(axis, self.rows) for x in self.sentences[name]]
-        return self._made[name]
+            self._gathered[name] = [x.index_select(axis, self.rows) for x in self.sentences[name]]
+        return self._gathered[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.sentences if name != "fc_results")  # as fairseq's
@@ -43,9 +43,9 @@ class ReorderedEncoderOut(Mapping[str, list[Tensor]]):
         return ReorderedEncoderOut(self.sentences, self.rows.index_select(0, new_order))
 
     def beam(self) -> int | None:
-        """Hypotheses a sentence if they lie side by side, in the order of the sentences; else None.
+        """The number of hypotheses per sentence if rows are grouped by sentence, in order; else None.
 
-        Waits for the device, so ask once a batch.
+        It synchronises with the device, so call it once per batch.
         """
         count = len(self.sentences["encoder_padding_mask"][0])
         beam, rest = divmod(len(self.rows), count)

@@ -1,6 +1,6 @@
 """The back-pointers and scores of a beam search, and the finished hypotheses reconstructed from them.
 
-For S sentences with B hypotheses (lanes) each; ``t`` counts steps as fairseq's loop does.
+Shapes are those of S sentences with B beams each; ``t`` counts steps as fairseq's loop does.
 """
 
 from typing import NamedTuple
@@ -10,56 +10,55 @@ from torch import Tensor
 
 
 class History(NamedTuple):
-    """The records of T steps, T x S x B each, except the last field."""
+    """The records of T steps, T x S x B each, except *attention*."""
 
-    lanes: Tensor
-    """int64: back-pointer, the lane that each hypothesis continues."""
+    back_pointers: Tensor
+    """int64: the beam that each hypothesis continues."""
     tokens: Tensor
-    """int64: the token it appends."""
-    totals: Tensor
-    """Its score."""
-    ends: Tensor
+    """int64: the token that it appends."""
+    scores: Tensor
+    """Its score: the sum of the log-probabilities so far."""
+    finished: Tensor
     """bool: whether the candidate of this rank ends a hypothesis."""
-    end_lanes: Tensor
-    """int64: the lane of that candidate."""
-    end_totals: Tensor
-    """With what score."""
+    finished_beams: Tensor
+    """int64: the beam that this candidate continues."""
+    finished_scores: Tensor
+    """Its score."""
     attention: Tensor
-    """float32, T x S x B x source: what each hypothesis read before it was continued; source 0: not kept."""
+    """float32, T x S x B x source: of the decoder's step *t*, before the selection; source 0: not stored."""
 
 
 class Hypotheses(NamedTuple):
-    """Those of all sentences that have ended, N of up to T tokens; on the CPU."""
+    """N finished hypotheses of at most T tokens, on the CPU."""
 
     sentence: Tensor
-    """int64, N: whose; those of one sentence in the order in which fairseq's search finds them."""
+    """int64, N: the sentence of each; within a sentence, in the order in which fairseq's search ends them."""
     length: Tensor
-    """int64, N: with the end."""
+    """int64, N: number of tokens, including ``</s>``."""
     tokens: Tensor
-    """int64, N x T; behind a hypothesis's end there is anything."""
-    totals: Tensor
+    """int64, N x T; undefined after the length."""
+    scores: Tensor
     """N x T: the score after each token."""
     attention: Tensor
-    """N x T x source: where each token was chosen from; source 0: not kept."""
+    """N x T x source: of the step that predicted each token; source 0: not stored."""
 
 
-def hypotheses(history: History, eos: int) -> Hypotheses:
-    """The first B hypotheses of each sentence that end in *history*, T x S x B."""
-    lanes, tokens, totals, ends, end_lanes, end_totals, attention = history
-    steps, sentences, beam = ends.shape
-    in_order = ends.transpose(0, 1).reshape(sentences, -1)
+def trace_back(history: History, eos: int) -> Hypotheses:
+    """Reconstruct the first B finished hypotheses of each sentence by following the back-pointers."""
+    steps, sentences, beam = history.finished.shape
+    in_order = history.finished.transpose(0, 1).reshape(sentences, -1)
     first = in_order & (in_order.cumsum(dim=1) <= beam)
-    sentence, when = first.nonzero().unbind(1)
-    last, rank = when // beam, when % beam
-    lane = end_lanes[last, sentence, rank]
-    found_tokens = torch.full((len(sentence), steps), eos)
-    found_totals = end_totals[last, sentence, rank].unsqueeze(1).repeat(1, steps)
-    readers = lane.unsqueeze(1).repeat(1, steps)
+    sentence, flat_step = first.nonzero().unbind(1)
+    last, rank = flat_step // beam, flat_step % beam
+    current = history.finished_beams[last, sentence, rank]
+    tokens = torch.full((len(sentence), steps), eos)
+    scores = history.finished_scores[last, sentence, rank].unsqueeze(1).repeat(1, steps)
+    beams = current.unsqueeze(1).repeat(1, steps)
     for t in reversed(range(steps - 1)):
         before = t < last
-        chosen = t, sentence, lane
-        found_tokens[:, t] = torch.where(before, tokens[chosen], eos)
-        found_totals[:, t] = torch.where(before, totals[chosen], found_totals[:, t])
-        readers[:, t] = lane = torch.where(before, lanes[chosen], lane)
-    read = attention[torch.arange(steps), sentence.unsqueeze(1), readers]
-    return Hypotheses(sentence, last + 1, found_tokens, found_totals, read)
+        index = t, sentence, current
+        tokens[:, t] = torch.where(before, history.tokens[index], eos)
+        scores[:, t] = torch.where(before, history.scores[index], scores[:, t])
+        beams[:, t] = current = torch.where(before, history.back_pointers[index], current)
+    attention = history.attention[torch.arange(steps), sentence.unsqueeze(1), beams]
+    return Hypotheses(sentence, last + 1, tokens, scores, attention)

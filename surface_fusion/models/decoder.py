@@ -123,7 +123,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             state = self.get_incremental_state(incremental_state, STATE)
             unusual = any(x is not None and x is not False for x in kwargs.values())
             if encoder_out is not None and not incremental_state and not unusual:
-                state = self.fast_decoding.begin(self, prev_output_tokens, encoder_out)
+                state = self.fast_decoding.new_state(self, prev_output_tokens, encoder_out)
                 if state is not None:
                     self.set_incremental_state(incremental_state, STATE, state)
         if state is None:

@@ -64,8 +64,8 @@ class TranslationHub(GeneratorHubInterface):
         """Same as :meth:`translate`, with a default beam size of 1."""
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
-        found = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
-        lists = [[self.decode(each["tokens"]) for each in hypotheses] for hypotheses in found]
+        results = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
+        lists = [[self.decode(each["tokens"]) for each in hypotheses] for hypotheses in results]
         nbest = kwargs.get("nbest") or self.cfg.generation.nbest
         return [texts[:nbest] if nbest > 1 else texts[0] for texts in lists]
 
@@ -76,6 +76,7 @@ class TranslationHub(GeneratorHubInterface):
         verbose: bool = False,
         *args: Any,
         nbest: Optional[int] = None,
+        first_line: int = 1,
         **kwargs: Any,
     ) -> Any:
         """Generate hypotheses of *tokenized_sentences*, rows of token ids that end in ``</s>``.
@@ -86,10 +87,12 @@ class TranslationHub(GeneratorHubInterface):
             verbose: log each sentence and its translations.
             *args: as in fairseq.
             nbest: number of hypotheses to return per row; None for all.
+            first_line: number of the first row in warnings.
             **kwargs: as in fairseq.
 
         Returns:
-            A list of hypotheses per row, the best first. For a single row, its list alone.
+            A list of hypotheses per row, the best first. For a single row, its list alone. A row that is not
+            translated has one hypothesis, ``</s>`` with the score -inf.
 
         Raises:
             SurfaceFusionError: as for :meth:`translate`.
@@ -100,15 +103,12 @@ class TranslationHub(GeneratorHubInterface):
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
         rows = list(tokenized_sentences)
-        limit = position_limit(self.max_positions, "source")
-        places = [i for i in fitting(rows, limit) if self.has_words(rows[i])]
-        words = [rows[i] for i in places]
-        found = super().generate(words, beam, verbose, *args, **kwargs) if words else []
-        return in_order([each[:nbest] for each in found], places, len(rows), self.tgt_dict.eos())
+        settings = {"skip": self._is_empty, "first_line": first_line, **kwargs}  # see compat/hub.py
+        return [hypotheses[:nbest] for hypotheses in super().generate(rows, beam, verbose, *args, **settings)]
 
-    def has_words(self, row: Tensor) -> bool:
-        """Whether the source *row* holds more than ``</s>`` and padding."""
-        return bool((row.ne(self.src_dict.eos()) & row.ne(self.src_dict.pad())).any())
+    def _is_empty(self, row: Tensor) -> bool:
+        """Whether the source *row* holds only ``</s>`` and padding."""
+        return not (row.ne(self.src_dict.eos()) & row.ne(self.src_dict.pad())).any()
 
     def score(
         self,
@@ -145,29 +145,27 @@ class TranslationHub(GeneratorHubInterface):
         target = [self._encode_target(translation) for translation in translations]
         limits = self.max_positions
         fits = set(fitting(source, position_limit(limits, "source")))
-        places = sorted(fits.intersection(fitting(target, position_limit(limits, "target"))))
-        found = self._scored([source[i] for i in places], [target[i] for i in places], kwargs)
-        return [each[0] for each in in_order(found, places, len(source), self.tgt_dict.eos())]
+        indices = sorted(fits.intersection(fitting(target, position_limit(limits, "target"))))
+        scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
+        return [each[0] for each in in_order(scored, indices, len(source), self.tgt_dict.eos())]
 
     def _encode_target(self, translation: str) -> Tensor:
         pieces = self.apply_bpe(self.tokenize(translation))
         ids: Tensor = self.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
         return ids
 
-    def _scored(
+    def _score(
         self, source: list[Tensor], target: list[Tensor], settings: dict[str, Any]
     ) -> list[list[Hypothesis]]:
         if not source:
             return []
-        sides = [
-            ([len(row) for row in rows], words)
-            for rows, words in ((source, self.src_dict), (target, self.tgt_dict))
-        ]
         pairs: Any = LanguagePairDataset(
             source,
-            *sides[0],
+            [*map(len, source)],
+            self.src_dict,
             target,
-            *sides[1],
+            [*map(len, target)],
+            self.tgt_dict,
             left_pad_source=self.task.cfg.left_pad_source,
             left_pad_target=self.task.cfg.left_pad_target,
         )
@@ -181,12 +179,12 @@ class TranslationHub(GeneratorHubInterface):
             max_sentences=self.cfg.dataset.batch_size,
             disable_iterator_cache=True,
         ).next_epoch_itr(shuffle=False)
-        found: dict[int, list[Hypothesis]] = {}
+        results: dict[int, list[Hypothesis]] = {}
         for batch in batches:
             batch = utils.apply_to_sample(lambda t: t.to(self.device), batch)
             scored = self.task.inference_step(scorer, self.models, batch)
-            found.update(zip(batch["id"].tolist(), scored, strict=True))
-        return [found[i] for i in range(len(source))]
+            results.update(zip(batch["id"].tolist(), scored, strict=True))
+        return [results[i] for i in range(len(source))]
 
 
 def _check_settings(given: dict[str, Any], others: Iterable[str] = ()) -> None:

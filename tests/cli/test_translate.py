@@ -61,12 +61,12 @@ def translated(
     return out.split("\n")[:-1], err
 
 
-def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any) -> None:
     lines = ["Good morning.", "", "  ", "word " * 100, "Tom is here.\u2028Where?", "Ünknown ☃ letters"]
-    out, err = translated(folder, "\n".join(lines), monkeypatch, capsys)
+    out, _ = translated(folder, "\n".join(lines), monkeypatch, capsys)
     assert len(out) == len(lines)
     assert [i for i, line in enumerate(out) if not line] == [1, 2, 3]
-    assert "line 4 has" in err and "the model takes 60; its translation is left empty" in err
+    assert "line 4 has" in caplog.text and "the model takes 60; its translation is left empty" in caplog.text
     assert "\u2581" not in "".join(out)
 
 
@@ -85,6 +85,14 @@ def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
     command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
     assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
+
+
+def test_a_line_that_is_too_long_is_named_on_stderr(folder: Path) -> None:
+    """By its number in the whole input, which is translated in parts."""
+    text = b"Tom is here.\n" * translate.LINES_AT_ONCE + b"word " * 100
+    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
+    done = subprocess.run(command, input=text, capture_output=True, check=True)
+    assert f"line {translate.LINES_AT_ONCE + 1} has".encode() in done.stderr
 
 
 def test_only_a_line_feed_ends_a_line(folder: Path) -> None:

@@ -131,7 +131,7 @@ def test_long_search_in_which_nearly_all_sentences_end(static: bool) -> None:
             orders.append((kept[:, None] * beam + lanes).flatten())
         sample = search_batch(sentences, beam, 70, seed)
         state = assert_same_steps(model, plain, sample, beam, orders)
-        assert state.lease.cache.length == 128 and state.lease.cache.sentences < sentences
+        assert state.slot.cache.length == 128 and state.slot.cache.sentences < sentences
 
 
 @STATIC
@@ -188,7 +188,6 @@ def translate(models: list[Any], sample: dict[str, Any], beam: int, **kwargs: An
 
 
 def assert_same_translations(mine: list[list[dict]], theirs: list[list[dict]]) -> None:
-    """On any device: our search gives hypotheses on the CPU, fairseq's where the model is."""
     for a, b in zip(mine, theirs, strict=True):
         assert [h["tokens"].tolist() for h in a] == [h["tokens"].tolist() for h in b]
         for x, y in zip(a, b, strict=True):
@@ -260,7 +259,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     orders = beam_orders(6)
     mine, _, state = steps(model, search_batch(3, 3, 6), 3, orders)
     theirs, _, _ = steps(plain_twin(model), search_batch(3, 3, 6), 3, orders)
-    assert state.lease.cache.own.dtype == dtype
+    assert state.slot.cache.self_kv.dtype == dtype
     tolerance = {torch.float16: 2e-2, torch.bfloat16: 2e-1, torch.float64: 2e-6}[
         dtype
     ]  # fairseq's softmax is float32
@@ -282,7 +281,7 @@ def test_training_in_between_is_seen() -> None:
         if change == 0:
             optimizer = torch.optim.SGD(model.parameters(), 0.5)
             loss(model.train(), sample).backward()
-            assert not model.decoder.fast_decoding._leases
+            assert not model.decoder.fast_decoding._slots
             optimizer.step()
             model.eval()
         elif change == 1:
@@ -301,7 +300,7 @@ def test_copies_and_pickles_after_a_translation(static: bool) -> None:
     assert set(model.state_dict()) == names
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.decoder.fast_decoding is not model.decoder.fast_decoding
-        assert not twin.decoder.fast_decoding._leases
+        assert not twin.decoder.fast_decoding._slots
         assert_same_translations(translate([twin], sample, 3, max_len_b=10), expected)
 
 
@@ -317,14 +316,14 @@ def test_inference_mode_and_without_in_turn(static: bool) -> None:
 
 
 def test_few_shapes_and_caches_where_they_are_static() -> None:
-    """What a graph would be recorded for: powers of two, whatever the batch."""
+    """What a graph would be captured for: powers of two, whatever the batch."""
     model = shaken(*ATT, *HARD)
     fast = model.decoder.fast_decoding
     fast.static = True
     for lengths in ((5, 7, 3), (9, 4, 6, 2), (40, 3, 5), (6, 2, 8)):
         translate([model], batch(lengths, (4,) * len(lengths)), 2, max_len_b=40, min_len=35)
-        assert all(lease.user() is None for lease in fast._leases)
-    sizes = [(x.cache.sentences, x.cache.length, x.cache.source) for x in fast._leases]
+        assert all(slot.owner() is None for slot in fast._slots)
+    sizes = [(x.cache.sentences, x.cache.length, x.cache.source) for x in fast._slots]
     assert sorted(sizes)[-1] == (4, 64, 64)
     assert len(sizes) == len({s for s, *_ in sizes}) <= 2
 
@@ -347,8 +346,9 @@ def test_what_is_not_known_is_left_to_the_modules(flags: tuple[str, ...], caplog
     caplog.set_level("INFO", logger=incremental.logger.name)
     for _ in range(2):
         translate([model], batch((5, 3), (4, 4)), 2, max_len_b=6)
-    assert not model.decoder.fast_decoding._leases and model.decoder.fast_decoding._weights is None
-    assert len(caplog.records) == 1, caplog.text
+    assert not model.decoder.fast_decoding._slots and model.decoder.fast_decoding._weights is None
+    reasons = [record for record in caplog.records if record.name == incremental.logger.name]
+    assert len(reasons) == 1, caplog.text
 
 
 def test_adaptive_softmax_and_dropout_that_is_kept_are_left_to_the_modules() -> None:
@@ -450,7 +450,7 @@ def test_graphs_give_the_same_translations(flags: tuple[str, ...]) -> None:
             translate([model], sample, beam, **arguments), translate([plain], sample, beam, **arguments)
         )
     assert model.decoder.fast_decoding.graphs
-    assert any(step for lease in model.decoder.fast_decoding._leases for step in lease.steps.values())
+    assert any(step for slot in model.decoder.fast_decoding._slots for step in slot.steps.values())
 
 
 def test_sizes_are_rounded_up_to_powers_of_two() -> None:

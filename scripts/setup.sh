@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up in a virtual environment inside the clone; the second time there is nothing left to do.
 #
-#   scripts/setup.sh [EXTRA...]      extras of pyproject.toml: plot, test
+#   scripts/setup.sh [EXTRA...]      extras of pyproject.toml: docs, plot, test
 #
 # Prints a line for each step (stderr), then the environment's folder (stdout).
 #
@@ -99,7 +99,8 @@ py=$venv/bin/python
 stamp=$venv/surface-fusion-setup.stamp
 log=$venv/surface-fusion-setup.log
 for extra in "$@"; do
-    [[ $extra == plot || $extra == test ]] || fail "there is no extra '$extra'; choose from plot, test"
+    [[ $extra == docs || $extra == plot || $extra == test ]] ||
+        fail "there is no extra '$extra'; choose from docs, plot, test"
 done
 extras=$(joined "$@")
 

@@ -1,7 +1,8 @@
 """Extra layers: the encoder with n more Transformer layers on top (DWAtt's Base_+n, 2024).
 
-A fair baseline for methods that add parameters. With the README's sizes one more layer costs
-``4 C^2 + 2 C F + 9 C + F`` = 3,152,384 parameters (C = 512, F = 2,048).
+A fair baseline for methods that add parameters.
+
+On the encoder's output. Parameters: ``4 C^2 + 2 C F + 9 C + F`` per layer; 3,152,384 for C = 512, F = 2,048.
 
 The layers are appended to ``encoder.layers``.
 """
@@ -17,7 +18,7 @@ from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 
 @register_encoder_fusion("extra-layers")
 class ExtraLayers(EncoderFusion):
-    """The entry of the registry; there is no module, since the encoder is built with more layers."""
+    """More encoder layers. There is no module: the encoder is built with more layers."""
 
 
 @torch.no_grad()

@@ -210,4 +210,5 @@ def test_relative_place(clone: Clone, tmp_path: Path) -> None:
 
 def test_unknown_extra(clone: Clone) -> None:
     done = clone.setup("plots")
-    assert (done.returncode, done.stderr) == (1, "setup: there is no extra 'plots'; choose from plot, test\n")
+    line = "setup: there is no extra 'plots'; choose from docs, plot, test\n"
+    assert (done.returncode, done.stderr) == (1, line)

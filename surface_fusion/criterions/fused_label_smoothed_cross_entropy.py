@@ -31,18 +31,15 @@ from torch import Tensor
 from surface_fusion.config.model import PLAIN_HELP
 from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.modules.fused_loss import fused_losses
-from surface_fusion.ops.backend import INSTALLED
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.ops.precision import at_least_float32
 from surface_fusion.packed.eligibility import (
     accumulating,
     unwrapped,
-    why_layers_not_packed,
     why_not_fused,
     why_not_packed,
 )
 from surface_fusion.packed.flat_parameters import flat_of
-from surface_fusion.packed.kernel_warmup import compile_kernels
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 
@@ -84,24 +81,6 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         self.sf_plain = sf_plain
         self._paths: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
         self.statistics = OverlappedStatistics()
-
-    def prepare(self, model: Any, cfg: Any) -> None:
-        """Compile the GPU kernels of a training step on packed rows, if *model* can have one.
-
-        Args:
-            model: the model before fairseq moves it to the GPU.
-            cfg: fairseq's complete configuration.
-        """
-        common = cfg.common
-        if getattr(cfg.optimizer, "_name", None) != "flat_adam" or common.cpu or common.tpu or common.amp:
-            return
-        if self.sf_plain or why_not_fused(model) is not None or why_layers_not_packed(model) is not None:
-            return
-        if not torch.cuda.is_available() or not INSTALLED:
-            return
-        dtype = torch.float16 if common.fp16 else torch.bfloat16 if common.bf16 else torch.float32
-        device = torch.device("cuda", torch.cuda.current_device())
-        compile_kernels(unwrapped(model), self.eps, dtype, device)
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -177,7 +156,11 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             return FUSED, f"output layer and loss in one; the layers as they are, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
         step = PackedStep(packed, self.eps, self.ignore_prefix_size)
-        device = "in CUDA graphs" if flat.data.is_cuda else "on the CPU"
+        device = (
+            "in CUDA graphs; the first updates on a machine compile GPU kernels"
+            if flat.data.is_cuda
+            else "on the CPU"
+        )
         return Path(step), f"batches without padding, {device}"
 
     def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:

@@ -67,14 +67,7 @@ def why_not_packed(model: Any) -> str | None:
         return "an optimizer that is not flat_adam" + (" with --memory-efficient-fp16" if half else "")
     if weight.is_cuda and not use_kernels(weight):
         return f"{weight.dtype} on a GPU without Triton"
-    return why_layers_not_packed(model)
-
-
-def why_layers_not_packed(model: Any) -> str | None:
-    """As :func:`why_not_packed`, before an optimizer is built: for the flags and layers of *model* alone."""
-    model = unwrapped(model)
     cfg, encoder, decoder = model.decoder.cfg, model.encoder, model.decoder
-    weight = decoder.output_projection.weight
     by_layer = isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None
     untrained = set(encoder.layer_norm.parameters()) if by_layer else set()
     if not all(parameter.requires_grad or parameter in untrained for parameter in model.parameters()):

@@ -67,8 +67,6 @@ class SurfaceFusionTrainer(Trainer):
         """Norms of the last update by process, -1 where it had none."""
         fused = isinstance(criterion, FusedLabelSmoothedCrossEntropyCriterion)
         self._statistics: OverlappedStatistics | None = criterion.statistics if fused else None
-        if fused:
-            criterion.prepare(model, cfg)
         super().__init__(cfg, task, model, criterion, quantizer)
         cache_lookups(self.cfg)
         cache_lookups(getattr(task, "cfg", None))

@@ -69,7 +69,7 @@ NOT_RUN = {
     "scripts/test.sh": "runs this test",
     "scripts/docs.sh": "downloads mkdocs; test_site_has_all_pages runs its first step",
     "scripts/wmt16_enro/": "needs the data of WMT16; tests/scripts/test_wmt16_enro.py runs it on other data",
-    "torchrun": "needs two machines; tests/compat/test_distributed.py covers the processes of torchrun",
+    "torchrun": "needs two machines; tests/compat/test_cpu_processes.py covers the processes of torchrun",
     "fairseq-hydra-train": "tests/integration/test_configs.py runs it",
     "fairseq-train DATA --user-dir my_fusion": "tests/encoder_fusion/test_registry.py runs it",
     "fairseq-generate DATA --user-dir my_fusion": "tests/encoder_fusion/test_registry.py runs it",

@@ -29,8 +29,8 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
     def register(method: Method) -> Method:
         if not issubclass(method, (EncoderFusion, LayerAttention, Combination)):
             raise SurfaceFusionError(
-                f"--encoder-fusion {name}: {method.__qualname__} is not derived from EncoderFusion, LayerAttention "
-                "or Combination; derive it from one"
+                f"--encoder-fusion {name}: {method.__qualname__} is not derived from EncoderFusion, "
+                "LayerAttention or Combination; derive it from one"
             )
         other = _methods.get(name, method)
         # A class that is defined again, by a reload or in a notebook, replaces its former self.

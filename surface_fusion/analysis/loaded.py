@@ -26,13 +26,11 @@ class Loaded:
         return getattr(self.model.cfg, name, None)
 
     def inapplicable(self, what: str, able: Iterable[str], verb: str) -> SurfaceFusionError:
-        """Return the error of an analysis that the fusion does not support, naming the *able* methods."""
+        """Return the error of an analysis that does not apply, with the methods that it applies to."""
         method = self.setting("encoder_fusion")
-        fault = (
-            "the model has no --encoder-fusion" if method is None else f"--encoder-fusion {method} is none"
-        )
+        subject = f"--encoder-fusion {method} is none" if method else "the model has no --encoder-fusion"
         *names, last = able
-        return SurfaceFusionError(f"{fault} that {what}; {', '.join(names)} and {last} {verb}")
+        return SurfaceFusionError(f"{subject} that {what}; {', '.join(names)} and {last} {verb}")
 
     @property
     def encoder_layers(self) -> int:

@@ -203,7 +203,7 @@ class EncoderFusionConfig(TransformerConfig):
                 raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")
 
 
-def settle_encoder_fusion(args: Any, published: bool) -> None:
+def normalise_encoder_fusion(args: Any, published: bool) -> None:
     """Translate the published flags in *args* to ``--encoder-fusion``; idempotent.
 
     The published code ignores ``--transparent-attention`` without ``--layer-wise-attention``. Here the flag

@@ -9,7 +9,7 @@ from fairseq.models.transformer import TransformerModelBase
 
 from surface_fusion.config.from_config import with_extra_layers
 from surface_fusion.config.model import SurfaceFusionConfig
-from surface_fusion.config.pruning import settle_pruning
+from surface_fusion.config.pruning import normalise_pruning
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.decoder import SurfaceFusionDecoder
 from surface_fusion.models.encoder import SurfaceFusionEncoder
@@ -46,7 +46,7 @@ class SurfaceFusionModel(TransformerModelBase):
         Raises:
             SurfaceFusionError: a model cannot be built with the value of a flag.
         """
-        settle_pruning(cfg)
+        normalise_pruning(cfg)
         cfg = SurfaceFusionConfig.from_namespace(cfg)
         src_dict, tgt_dict = task.source_dictionary, task.target_dictionary
         if cfg.share_all_embeddings and src_dict != tgt_dict:

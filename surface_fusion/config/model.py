@@ -220,7 +220,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         """
         if self.__dict__.get("addtional_source_output") == "final":
             raise SurfaceFusionError(
-                "--addtional-source-output final crashes in the published code and is not supported; remove it"
+                "--addtional-source-output final crashes in the published code and is unsupported; remove it"
             )
         self._check_numbers()
         if self.target_word_dropout > 0 and self.decoder.input_dim != self.decoder.embed_dim:

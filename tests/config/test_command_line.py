@@ -190,7 +190,7 @@ def test_the_flags_of_flat_adam() -> None:
     ],
 )
 def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} does not go .* use --optimizer adam"):
+    with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} cannot be used .* use --optimizer adam"):
         parse("--optimizer", "flat_adam", *flags)
     parse("--optimizer", "adam", *flags)
 

@@ -40,7 +40,7 @@ def numeric_flags() -> dict[str, Any]:
     kinds = [getattr(configs, name) for name in dir(configs)]
     kinds += [LabelSmoothedCrossEntropyCriterionConfig, TranslationConfig, FlatAdamConfig]
     kinds += [
-        valid for valid in LR_SCHEDULER_DATACLASS_REGISTRY.values() if valid.__name__.startswith(("Inv", "Poly"))
+        kind for kind in LR_SCHEDULER_DATACLASS_REGISTRY.values() if kind.__name__.startswith(("Inv", "Poly"))
     ]
     found: dict[str, Any] = {}
     for valid in kinds:

@@ -22,7 +22,7 @@ import torch
 from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
-from surface_fusion.analysis.ablation import ablate, change, subword_marks
+from surface_fusion.analysis.ablation import ablate, percent_change, subword_marks
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
@@ -130,8 +130,8 @@ def measure_2(models: list[Loaded], out: Path, beam: int) -> None:
     for loaded in models:
         whole, *layers = ablate(loaded, beam, subword_marks(loaded.task.target_dictionary))
         signature = whole.bleu.signature
-        bleu.append([change(layer.bleu.value, whole.bleu.value) for layer in layers])
-        length.append([change(layer.tokens, whole.tokens) for layer in layers])
+        bleu.append([percent_change(layer.bleu.value, whole.bleu.value) for layer in layers])
+        length.append([percent_change(layer.tokens, whole.tokens) for layer in layers])
     layers = _layers(len(bleu[0]))
     losses, lengths = [*zip(*bleu, strict=True)], [*zip(*length, strict=True)]
     rows = [

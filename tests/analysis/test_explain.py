@@ -52,7 +52,7 @@ def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.Monke
     _, *lines, note = explain(loaded)
     for line, token, marks in zip(lines, marked, (" *=", " =", ""), strict=True):
         assert re.split("  +", line)[4] == words[token.surface] + marks
-    assert "token: 1 of 3; = it names a token of the source: 2" in note
+    assert "token: 1 of 3; = its most probable token is in the source: 2" in note
 
 
 def test_files_cost_no_pass_of_the_model(tmp_path: Path) -> None:

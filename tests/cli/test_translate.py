@@ -149,7 +149,7 @@ def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) 
     named = ("target branch", "surface branch", "read by surface", "read by decoder")
     assert len(heads) == 2 and all(name in heads[0] for name in named)
     assert sum(line.startswith("    </s>") for line in out) == 2
-    assert sum("the surface changed the likeliest token" in line for line in out) == 2
+    assert sum("the surface branch changed the most probable token" in line for line in out) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     made = {path.name for path in (tmp_path / "3").iterdir()}
     assert {"branches.csv", "align_surface.png", "align_decoder.svg"} <= made

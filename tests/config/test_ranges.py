@@ -43,9 +43,9 @@ def numeric_flags() -> dict[str, Any]:
         kind for kind in LR_SCHEDULER_DATACLASS_REGISTRY.values() if kind.__name__.startswith(("Inv", "Poly"))
     ]
     found: dict[str, Any] = {}
-    for valid in kinds:
-        if isinstance(valid, type) and is_dataclass(valid) and valid is not configs.FairseqConfig:
-            found.update(_numbers(valid))
+    for kind in kinds:
+        if isinstance(kind, type) and is_dataclass(kind) and kind is not configs.FairseqConfig:
+            found.update(_numbers(kind))
     found.update(_numbers(SurfaceFusionConfig))
     for section in SECTIONS:
         part = _numbers(type(getattr(SurfaceFusionConfig(), section)))
@@ -53,10 +53,10 @@ def numeric_flags() -> dict[str, Any]:
     return found
 
 
-def _numbers(valid: Any) -> dict[str, Any]:
+def _numbers(kind: Any) -> dict[str, Any]:
     plain = {int, float, int | None, float | None, list[int], list[float], list[int] | None}
     types = [*plain, configs.Optional[int], configs.Optional[float], configs.List[int], configs.List[float]]
-    return {f.name: f.default for f in fields(valid) if f.type in types}
+    return {f.name: f.default for f in fields(kind) if f.type in types}
 
 
 def test_every_number_has_a_range() -> None:

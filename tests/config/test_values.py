@@ -30,7 +30,7 @@ def config(*flags: str) -> SurfaceFusionConfig:
         (("--sf-mode", "soft", "--sf-renormalize"), "--sf-renormalize needs --sf-mode hard; soft is"),
         (
             ("--decoder-output-dim", "8", "--share-decoder-input-output-embed"),
-            "--decoder-output-dim 8: an output that shares the decoder's embedding has its width, 16",
+            "--decoder-output-dim 8: an output layer that shares the decoder's embedding has its width, 16",
         ),
         (("--adaptive-softmax-cutoff", "10,20"), "--adaptive-softmax-cutoff [10, 20] cannot be used"),
         (

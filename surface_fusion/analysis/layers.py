@@ -1,7 +1,7 @@
 """Weights of the encoder layers in a fusion: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
 
-The method's ``layer_shares`` computes them. If they depend on the position, the figure shows their mean over the
-data.
+The method's ``layer_shares`` computes them. If they depend on the position, their mean over the data is
+shown.
 """
 
 import math

@@ -15,7 +15,7 @@ from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, posi
 from surface_fusion.compat.patching import command_modules, wrap
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.io.lines import typed_lines
+from surface_fusion.io.lines import iterate_lines
 
 
 class _Lines(list[str]):
@@ -37,7 +37,7 @@ def answer_each_line() -> None:
             raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
         with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
             lines = _Lines()
-            for line in typed_lines(stream):
+            for line in iterate_lines(stream):
                 lines.append(line.strip())
                 if len(lines) == buffer_size:
                     yield lines

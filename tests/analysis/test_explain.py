@@ -35,7 +35,7 @@ def test_a_line_a_token() -> None:
         assert (p, gate) == (f"{token.p_fused:.2f}", "0.80")
         assert marks == "*" * token.decides + "=" * token.copies
     decided = sum(token.decides for token in tokens)
-    assert f"changed the likeliest token: {decided} of 3" in note
+    assert f"changed the most probable token: {decided} of 3" in note
     surface = align.align(loaded, 0)[0]
     best = surface.weights[0].max()
     assert f"{surface.source[int(surface.weights[0].argmax())]} {best:.2f}" in lines[0]

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Sets everything up, trains English-Romanian with surface fusion on the sample in this repo, translates its
-# test set, scores the translation and draws the learning curve. On 2 CPU cores: minutes, see the README.
+# Sets everything up, trains an English-Romanian model with surface fusion on the sample in this repository,
+# translates the test set, scores the translation and draws the learning curve. Takes minutes on 2 CPU cores.
 #
-#   scripts/demo.sh            the whole thing, into runs/demo
-#   scripts/demo.sh --quick    a few updates of everything, into runs/demo-quick: does it work here at all?
+#   scripts/demo.sh            the complete demo, in runs/demo
+#   scripts/demo.sh --quick    20 updates, in runs/demo-quick, to test the installation
 #
-# Run again, it goes on where it stopped; delete the folder in runs/ to start over. Flags after the first
-# are handed to the training (for example --cpu, --seed 2): a run that has begun keeps them.
+# If it is run again, it continues where it stopped; delete the folder in runs/ to start over. Other flags are
+# passed to the training (for example --cpu, --seed 2) and must be the same in each run of a folder.
 set -euo pipefail
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
@@ -30,30 +30,30 @@ run=$root/runs/$name
 data=$scripts/demo/data
 
 if [[ -f $run/flags && $(<"$run/flags") != "$*" ]]; then
-    echo "demo.sh: $run was begun with the flags '$(<"$run/flags")', not '$*'; delete it to start over" >&2
+    echo "demo.sh: $run was started with the flags '$(<"$run/flags")', not '$*'; delete it to start over" >&2
     exit 2
 fi
 
 venv=$("$scripts/setup.sh" plot)
 export PATH=$venv/bin:$PATH
-# Threads that wait do not spin: beside other work on the machine an update otherwise takes ten times as long.
+# Waiting threads sleep instead of spinning, which would slow updates tenfold on a machine with other work.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 mkdir -p "$run"
 printf "%s\n" "$*" >"$run/flags"
 
 step() { printf '\n== %s\n' "$*"; }
-# Paths are shown as from the clone.
+# short PATH: print PATH relative to the clone.
 short() { printf '%s' "${1#"$root"/}"; }
-# failed LOG: the end of the log of a command that failed.
+# failed LOG: print the end of a failed command's log and exit.
 failed() {
     tail -n 20 "$1" >&2
     echo "demo.sh: failed, see above and $1" >&2
     exit 1
 }
-[[ $(pwd -P) == "$root" ]] || printf 'Paths below are as from %s\n' "$root"
+[[ $(pwd -P) == "$root" ]] || printf 'Paths below are relative to %s\n' "$root"
 
 if [[ ! -d $run/data-bin ]]; then
-    step "Cutting the text into 4,000 joint sentencepiece units and binarising it"
+    step "Segmenting the text into 4,000 joint sentencepiece units and binarising it"
     python "$scripts/demo/segment.py" "$data" "$run/pieces" --langs en ro --vocab-size 4000
     new=$(mktemp -d "$run/.data-bin.XXXXXX")
     trap 'rm -rf "$new"' EXIT
@@ -85,13 +85,13 @@ else
 fi
 
 step "Translating the test set, beam 4"
-# The last checkpoint: the learning rate has gone down to 0 by then.
+# The last checkpoint: the learning rate has decayed to 0 by then.
 surface-fusion generate "$run/data-bin" -s en -t ro --path "$run/checkpoints/checkpoint_last.pt" \
     --beam 4 --lenpen 1.0 --max-tokens 4000 --num-workers 0 --remove-bpe sentencepiece \
     --results-path "$run" >"$run/generate.log" 2>&1 || failed "$run/generate.log"
 mv "$run/generate-test.txt" "$run/generate.txt"
 grep '^H-' "$run/generate.txt" | sort -t- -k2 -n | cut -f3 >"$run/test.hyp.ro"
-[[ $name == demo ]] || echo "(words at random after $updates updates: this shows that it works, the whole demo what it learns)"
+[[ $name == demo ]] || echo "(random words after $updates updates: this tests the installation only)"
 paste "$data/test.en" "$run/test.hyp.ro" | sed -n '1,5{s/\t/\n    /;p}'
 
 step "Scores against $(short "$data/test.ro")"

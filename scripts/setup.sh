@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Sets everything up in a virtual environment inside the clone; the second time there is nothing left to do.
+# Installs everything in a virtual environment inside the clone; does nothing if it is installed already.
 #
 #   scripts/setup.sh [EXTRA...]      extras of pyproject.toml: docs, plot, test
 #
 # Prints a line for each step (stderr), then the environment's folder (stdout).
 #
-# SURFACE_FUSION_PYTHON  the Python to build on (default: the first of python3, python3.12, ... that is supported)
-# SURFACE_FUSION_VENV    where the environment goes (default: .venv in the clone); one that exists is added to
-# SURFACE_FUSION_TORCH   what pip is asked for (default: a torch >= 2.6 that is there already, else torch==2.13.0)
+# SURFACE_FUSION_PYTHON  the Python to use (default: the first of python3, python3.12, ... that is supported)
+# SURFACE_FUSION_VENV    folder of the environment (default: .venv in the clone); may be an existing environment
+# SURFACE_FUSION_TORCH   the torch to install, in pip's syntax (default: an installed torch >= 2.6, otherwise
+#                        torch==2.13.0)
 #
-# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) choose the index, and so a CPU or a
-# CUDA build of torch.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) select the package index, and thus a
+# CPU or a CUDA build of torch.
 set -euo pipefail
 
 tested_torch="torch==2.13.0"
@@ -22,10 +23,10 @@ fail() {
     exit 1
 }
 
-# Empty where the command is no Python.
+# version_of COMMAND: print the version of a Python; nothing if COMMAND is not a Python.
 version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true; }
 
-# Whether the Python sees a torch >= 2.6 (by its metadata: importing it takes seconds).
+# has_torch PYTHON: whether it has a torch >= 2.6, by its metadata (importing torch takes seconds).
 has_torch() {
     "$1" - 2>/dev/null <<'PY'
 import re
@@ -34,7 +35,7 @@ raise SystemExit([int(n) for n in re.findall(r"\d+", version("torch"))[:2]] < [2
 PY
 }
 
-# Prints the Python to build on; one for which there are wheels of everything where there is one.
+# Print the Python to use; prefer versions for which all dependencies have wheels.
 find_python() {
     local candidate version seen=""
     if [[ -n ${SURFACE_FUSION_PYTHON:-} ]]; then
@@ -62,18 +63,18 @@ make_venv() {
     python=$(find_python)
     version=$(version_of "$python")
     "$python" -c 'import ensurepip, venv' 2>/dev/null || fail \
-        "Python $version ($python) cannot make virtual environments: it lacks venv or ensurepip" \
+        "Python $version ($python) cannot create virtual environments: it lacks venv or ensurepip" \
         "(Debian, Ubuntu: apt-get install python3-venv)"
-    # A torch outside of any virtual environment can be kept; one inside cannot be seen from another.
+    # The new environment can use a torch of the system, but not one of another virtual environment.
     if [[ -z ${SURFACE_FUSION_TORCH:-} ]] && has_torch "$python" \
         && "$python" -c 'import sys; raise SystemExit(sys.prefix != sys.base_prefix)'; then
         options=(--system-site-packages)
     fi
-    say "making $venv with Python $version${options:+, keeping its torch}"
-    "$python" -m venv ${options[@]+"${options[@]}"} "$venv" >&2 || fail "could not make $venv, see above"
+    say "creating $venv with Python $version${options:+, keeping its torch}"
+    "$python" -m venv ${options[@]+"${options[@]}"} "$venv" >&2 || fail "could not create $venv, see above"
 }
 
-# install WHAT PIP_ARGUMENT...: pip's output goes to the log; where it fails, the log's end and one line.
+# install NAME PIP_ARGUMENT...: install with pip, which writes to the log; on failure, print the log's end.
 install() {
     say "installing $1"
     shift
@@ -82,10 +83,10 @@ install() {
     fail "pip install $* failed, see above and $log"
 }
 
-# A stamp is good for one Python, one request and one pyproject.toml.
+# The stamp is valid for one Python, one SURFACE_FUSION_TORCH and one pyproject.toml.
 stamp_key() { printf '%s %s %s' "$(version_of "$py")" "${SURFACE_FUSION_TORCH:-}" "$(cksum <"$root/pyproject.toml")"; }
 
-# Arguments, sorted, without doubles and empty ones, joined by commas.
+# joined ARGUMENT...: print the distinct, non-empty arguments in alphabetical order, separated by commas.
 joined() { printf '%s\n' "$@" | sed '/^$/d' | sort -u | paste -sd, -; }
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -104,28 +105,28 @@ for extra in "$@"; do
 done
 extras=$(joined "$@")
 
-mkdir -p "$venv" 2>/dev/null || fail "cannot make the folder $venv; set SURFACE_FUSION_VENV to another place"
-if command -v flock >/dev/null; then # two at once would spoil each other's work
+mkdir -p "$venv" 2>/dev/null || fail "cannot create the folder $venv; set SURFACE_FUSION_VENV to another one"
+if command -v flock >/dev/null; then # wait for another setup.sh in the same environment
     exec 9>"$venv/surface-fusion-setup.lock"
     flock 9
 fi
 
 if [[ -e $py || -L $py ]]; then
     version=$(version_of "$py")
-    [[ -n $version ]] || fail "the Python of $venv does not start any more; delete that folder and run this again"
+    [[ -n $version ]] || fail "the Python of $venv does not run; delete that folder and run this again"
     [[ $version =~ ^3\.1[0-3]\. ]] || fail "$venv has Python $version; supported: $supported"
     if [[ -n ${SURFACE_FUSION_PYTHON:-} ]]; then
-        asked=$(version_of "$SURFACE_FUSION_PYTHON")
-        [[ ${version%.*} == "${asked%.*}" ]] || fail \
-            "$venv has Python $version but SURFACE_FUSION_PYTHON is ${asked:-no Python};" \
-            "delete that folder or set SURFACE_FUSION_VENV to another place"
+        requested=$(version_of "$SURFACE_FUSION_PYTHON")
+        [[ ${version%.*} == "${requested%.*}" ]] || fail \
+            "$venv has Python $version but SURFACE_FUSION_PYTHON is ${requested:-not a Python};" \
+            "delete that folder or set SURFACE_FUSION_VENV to another one"
     fi
 fi
 if [[ -f $stamp ]]; then
-    { read -r made_for && read -r key && read -r installed; } <"$stamp"
-    # The commands in bin/ hold the folder's name, and the package is used from where the clone is.
-    [[ $made_for == "$root, $venv" ]] || fail \
-        "$venv was set up under another name ($made_for); delete that folder and run this again"
+    { read -r paths && read -r key && read -r installed; } <"$stamp"
+    # The commands in bin/ contain the path of the environment, and the package is imported from the clone.
+    [[ $paths == "$root, $venv" ]] || fail \
+        "$venv was set up under another path ($paths); delete that folder and run this again"
     if [[ $key == "$(stamp_key)" ]]; then
         IFS=, read -ra before <<<"$installed"
         extras=$(joined "$@" ${before[@]+"${before[@]}"})
@@ -142,7 +143,7 @@ rm -f "$stamp"
 say "pip's output goes to $log"
 : >"$log"
 
-# torch first: left to the resolver it may become another build.
+# torch first: pip's resolver might choose another build.
 if [[ -n ${SURFACE_FUSION_TORCH:-} ]]; then
     read -ra request <<<"$SURFACE_FUSION_TORCH"
     install "$SURFACE_FUSION_TORCH" "${request[@]}"
@@ -150,7 +151,7 @@ elif ! has_torch "$py"; then
     install "$tested_torch" "$tested_torch"
 fi
 if ! [[ $version =~ ^3\.1[12]\. && $(uname -sm) == "Linux x86_64" ]]; then
-    # No fairseq has a wheel here: built with the torch above (a build in isolation would fetch one of its own).
+    # There is no wheel of fairseq: compile it with this torch (an isolated build would download another one).
     fairseq=$(grep -oE 'fairseq-fixed==[0-9.]+' "$root/pyproject.toml")
     command -v g++ >/dev/null || command -v c++ >/dev/null || fail \
         "with Python $version on $(uname -sm), $fairseq has to be compiled and there is no C++ compiler" \
@@ -164,7 +165,7 @@ if ! "$py" -c 'import fairseq, surface_fusion' >>"$log" 2>&1; then
     fail "installed, but Python cannot import it, see above and $log"
 fi
 
-new=$(mktemp "$stamp.XXXXXX")  # not over a file, or through a link, that is there
+new=$(mktemp "$stamp.XXXXXX")
 printf '%s\n' "$root, $venv" "$(stamp_key)" "$extras" >"$new"
 mv "$new" "$stamp"
 say "ready: . '$venv/bin/activate'"

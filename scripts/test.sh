@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets everything up (scripts/setup.sh) and runs all checks: ruff, mypy, the import rules and the tests.
+# Installs everything (scripts/setup.sh) and runs all checks: ruff, mypy, the import rules and the tests.
 #
-#   scripts/test.sh [PYTEST_ARGUMENT...]      for example: scripts/test.sh tests/test_golden.py -k soft
+#   scripts/test.sh [PYTEST_ARGUMENT...]      for example: scripts/test.sh tests/config -k yaml
 set -euo pipefail
 
 scripts=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 venv=$("$scripts/setup.sh" plot test)
 cd "$scripts/.."
 export PATH=$venv/bin:$PATH
-export OMP_NUM_THREADS=1 # the models are tiny: threads only get in each other's way
+export OMP_NUM_THREADS=1 # the models are tiny: more threads slow them down
 
 failed=()
 check() {
@@ -20,7 +20,7 @@ check ruff format --check .
 check mypy surface_fusion
 printf '== lint-imports\n'
 lint-imports || failed+=("lint-imports") # the direction of imports, see pyproject.toml
-# A process for each core, no more than 4 (each loads torch); a file's tests stay together and share what they made.
+# One process per core, at most 4 (each loads torch); the tests of a file share fixtures, so one process runs them.
 check pytest -n auto --maxprocesses=4 --dist loadfile "$@"
 if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[@]}" >&2

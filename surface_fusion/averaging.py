@@ -1,6 +1,6 @@
 """Average the parameters of checkpoints (Vaswani et al., 2017, section 6.1).
 
-The mean of a training's last few checkpoints usually translates slightly better than each of them.
+The average of a training's last few checkpoints usually translates slightly better than each of them.
 """
 
 import os
@@ -21,14 +21,13 @@ UPDATE_CHECKPOINTS = r"checkpoint_\d+_(\d+)\.pt"
 def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     """Return the last checkpoint of *paths* with its parameters replaced by the mean over *paths*.
 
-    Sums are computed in float64 and cast to the dtypes of the last checkpoint, whose integer buffers are
-    copied. Tensors that shared memory still share it. The optimizer state is removed: use the result for
+    The mean is computed in float64 and cast to the dtypes of the last checkpoint, whose integer buffers are
+    kept. Tensors that share memory still share it. The optimizer state is removed: use the result for
     generation or to initialise a new training (``--finetune-from-model``). The key ``averaged`` lists the
     file names; fairseq ignores it.
 
     Raises:
-        SurfaceFusionError: a file cannot be loaded without trusting it, or two differ in the names or shapes
-            of parameters.
+        SurfaceFusionError: a file is not safe to load, or two differ in the names or shapes of parameters.
     """
     sums: dict[str, Tensor] = {}
     for path in paths:
@@ -42,10 +41,10 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     state["model"] = _means(sums, len(paths), model)
     state["averaged"] = [os.path.basename(path) for path in paths]
     state["last_optimizer_state"] = None
-    # The moving average of the last checkpoint alone does not belong to the mean.
+    # The last checkpoint's exponential moving average is not one of the mean.
     state["extra_state"].pop("ema", None)
     if state.get("args") is not None:
-        del state["cfg"]  # fairseq's loader built it from args
+        del state["cfg"]  # fairseq builds it from args when it loads the file
     else:
         state["cfg"] = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     return state
@@ -54,9 +53,13 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
 def _check_same_parameters(first: str, sums: dict[str, Tensor], path: str, model: dict[str, Tensor]) -> None:
     for name in [*sums, *model]:
         if name not in model:
-            raise SurfaceFusionError(f"{path} lacks parameter {name}, which {first} has; average one model's")
+            raise SurfaceFusionError(
+                f"{path} lacks parameter {name}, which {first} has; average checkpoints of one model"
+            )
         if name not in sums:
-            raise SurfaceFusionError(f"{path} has parameter {name}, which {first} lacks; average one model's")
+            raise SurfaceFusionError(
+                f"{path} has parameter {name}, which {first} lacks; average checkpoints of one model"
+            )
         if sums[name].shape != model[name].shape:
             raise SurfaceFusionError(
                 f"parameter {name} has shape {tuple(model[name].shape)} in {path} but "
@@ -79,10 +82,12 @@ def _means(sums: dict[str, Tensor], count: int, last: dict[str, Tensor]) -> dict
 
 
 def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
-    """Paths of the last *count* epoch checkpoints in *folder*, oldest first; or update checkpoints.
+    """Return the paths of the last *count* checkpoints in *folder*, oldest first.
 
     Args:
-        by_update: select checkpoints that were saved by ``--save-interval-updates``.
+        folder: a training's ``--save-dir``.
+        count: number of checkpoints.
+        by_update: whether to use those of ``--save-interval-updates``; otherwise those of epochs.
 
     Raises:
         SurfaceFusionError: *folder* does not exist or holds fewer than *count* of them.
@@ -93,10 +98,12 @@ def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
         )
     if count < 1:
         raise SurfaceFusionError(f"{count} checkpoints to average; give a number of 1 or more")
-    found = checkpoint_utils.checkpoint_paths(folder, UPDATE_CHECKPOINTS if by_update else EPOCH_CHECKPOINTS)
-    if len(found) < count:
-        kind = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"
+    pattern = UPDATE_CHECKPOINTS if by_update else EPOCH_CHECKPOINTS
+    newest_first = checkpoint_utils.checkpoint_paths(folder, pattern)
+    if len(newest_first) < count:
+        name = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"
         raise SurfaceFusionError(
-            f"{folder} holds {len(found)} files named {kind}, not {count}; ask for fewer, or name the files"
+            f"{folder} has {len(newest_first)} files named {name}, not {count}; give a smaller number or "
+            "name the files"
         )
-    return found[:count][::-1]
+    return newest_first[:count][::-1]

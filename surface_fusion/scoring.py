@@ -49,8 +49,8 @@ def score(hypotheses: Sequence[str], references: References, romanian: bool = Fa
     Args:
         hypotheses: the translations, one string per sentence.
         references: one per sentence; or several lists, each with one reference per sentence.
-        romanian: score two more versions of both sides: with comma-below letters for cedilla ones,
-            and without diacritics.
+        romanian: also score two variants of both sides: with comma-below instead of cedilla letters, and
+            without diacritics.
 
     Raises:
         SurfaceFusionError: the numbers of lines differ, or there are none.
@@ -61,48 +61,45 @@ def score(hypotheses: Sequence[str], references: References, romanian: bool = Fa
 def score_text(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """Compute sacreBLEU and chrF of plain text, see :func:`score`."""
     return [
-        one
-        for version, hyps, refs in _versions(hypotheses, references, romanian)
-        for one in (
-            _corpus_score("sacreBLEU" + version, BLEU(force=True), hyps, refs),
-            _corpus_score("chrF" + version, CHRF(), hyps, refs),
-        )
+        _corpus_score(name + suffix, metric, hyps, refs)
+        for suffix, hyps, refs in _variants(hypotheses, references, romanian)
+        for name, metric in (("sacreBLEU", BLEU(force=True)), ("chrF", CHRF()))
     ]
 
 
 def score_tokens(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """Compute tokenised BLEU of the space-separated tokens of both sides, see :func:`score`."""
     return [
-        _corpus_score("tokenised BLEU" + version, BLEU(tokenize="none", force=True), hyps, refs)
-        for version, hyps, refs in _versions(hypotheses, references, romanian)
+        _corpus_score("tokenised BLEU" + suffix, BLEU(tokenize="none", force=True), hyps, refs)
+        for suffix, hyps, refs in _variants(hypotheses, references, romanian)
     ]
 
 
-def _versions(
+def _variants(
     hypotheses: Sequence[str], references: References, romanian: bool
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The versions of the text to score, each with a suffix for the names of its scores."""
-    lists = [[one for one in references if isinstance(one, str)]]
-    if len(lists[0]) != len(references):
-        lists = [[*one] for one in references]
-    for one in lists:
-        if len(hypotheses) != len(one):
+    """Return the variants of the text to score, each with a suffix for the names of its scores."""
+    reference_lists = [[line for line in references if isinstance(line, str)]]
+    if len(reference_lists[0]) != len(references):
+        reference_lists = [[*lines] for lines in references]
+    for lines in reference_lists:
+        if len(hypotheses) != len(lines):
             raise SurfaceFusionError(
-                f"{len(hypotheses)} hypotheses but {len(one)} references; give one reference line for each "
+                f"{len(hypotheses)} hypotheses but {len(lines)} references; give one reference line for each "
                 "hypothesis line"
             )
     if not hypotheses:
-        raise SurfaceFusionError("no line to score; the hypotheses and the references are empty")
-    versions: list[tuple[str, Callable[[str], str]]] = [("", str)]
+        raise SurfaceFusionError("no line to score: the hypotheses and the references are empty")
+    variants: list[tuple[str, Callable[[str], str]]] = [("", str)]
     if romanian:
-        versions = [
+        variants = [
             (", text as is", str),
             (", comma-below s and t", comma_below),
             (", no diacritics", strip_diacritics),
         ]
     return [
-        (name, [*map(change, hypotheses)], [[*map(change, one)] for one in lists])
-        for name, change in versions
+        (suffix, [*map(convert, hypotheses)], [[*map(convert, lines)] for lines in reference_lists])
+        for suffix, convert in variants
     ]
 
 
@@ -123,25 +120,25 @@ def strip_diacritics(text: str) -> str:
 
 
 def text_warnings(hypotheses: Iterable[str]) -> list[str]:
-    """Warnings, one line each, about *hypotheses* that are not comparable with raw references."""
+    """Return warnings, one line each, about *hypotheses* that are not comparable with raw references."""
     hyps = list(hypotheses)
-    found = []
+    warnings = []
     marked = sum(bool(BPE_MARKS.search(line)) for line in hyps)
     if marked:
-        found.append(
-            f"{marked} of {len(hyps)} hypotheses carry BPE marks (@@ or \u2581); translate with --remove-bpe "
-            "(=sentencepiece)"
+        warnings.append(
+            f"{marked} of {len(hyps)} hypotheses contain BPE marks (@@ or \u2581); translate with "
+            "--remove-bpe (=sentencepiece)"
         )
-    stops = [line for line in hyps if re.search("[.,]( |$)", line)]
-    spaced = sum(bool(re.search(" [.,]( |$)", line)) for line in stops)
+    punctuated = [line for line in hyps if re.search("[.,]( |$)", line)]
+    spaced = sum(bool(re.search(" [.,]( |$)", line)) for line in punctuated)
     escaped = sum(bool(ESCAPES.search(line)) for line in hyps)
-    if 2 * spaced > len(stops) or escaped:
-        found.append(
-            f"the hypotheses look tokenised ({spaced} of {len(stops)} lines with a full stop or comma have a "
-            f"space before it, {escaped} have escapes like &apos;); sacreBLEU and chrF are only comparable "
-            "on detokenised text"
+    if 2 * spaced > len(punctuated) or escaped:
+        warnings.append(
+            f"the hypotheses look tokenised ({spaced} of {len(punctuated)} lines with a full stop or comma "
+            f"have a space before it, {escaped} have escapes like &apos;); sacreBLEU and chrF are only "
+            "comparable on detokenised text"
         )
-    return found
+    return warnings
 
 
 @dataclass(frozen=True)
@@ -151,9 +148,9 @@ class GenerateOutput:
     Attributes:
         ids: index of each sentence in the test set, increasing.
         tokens: H- lines, the best hypothesis of each sentence before detokenisation.
-        text: D- lines, the same after fairseq's detokenisation (``--bpe``, ``--tokenizer``).
+        text: D- lines, the best hypotheses after fairseq's detokenisation (``--bpe``, ``--tokenizer``).
         tokenised_references: T- lines.
-        skipped: indices in the test set, up to the last id, without a translation.
+        skipped: indices up to the last id that have no translation.
     """
 
     ids: list[int]
@@ -166,29 +163,29 @@ class GenerateOutput:
 def parse_generate_output(lines: Iterable[str]) -> GenerateOutput:
     """Parse the output of fairseq-generate.
 
-    Of several hypotheses for a sentence (``--nbest``) the first is used.
+    If a sentence has several hypotheses (``--nbest``), the first is used.
 
     Raises:
         SurfaceFusionError: there is no H- line, or the sentences of H-, D- and T- lines differ.
     """
-    found: dict[str, dict[int, str]] = {"H": {}, "D": {}, "T": {}}
+    texts: dict[str, dict[int, str]] = {"H": {}, "D": {}, "T": {}}
     for line in lines:
         match = re.match(r"([HDT])-(\d+)\t(.*)", line, re.DOTALL)
         if match:
-            kind, sentence, text = match.groups()
-            if kind != "T":
+            letter, sentence, text = match.groups()
+            if letter != "T":
                 text = text.partition("\t")[2]
-            found[kind].setdefault(int(sentence), text)
-    if not found["H"]:
-        raise SurfaceFusionError("no H- line found; give what fairseq-generate printed or wrote")
-    ids = sorted(found["H"])
-    for kind in "DT":
-        odd = found[kind].keys() ^ found["H"].keys()
-        if odd:
+            texts[letter].setdefault(int(sentence), text)
+    if not texts["H"]:
+        raise SurfaceFusionError("no H- line found; give the output of fairseq-generate")
+    ids = sorted(texts["H"])
+    for letter in "DT":
+        unpaired = texts[letter].keys() ^ texts["H"].keys()
+        if unpaired:
             raise SurfaceFusionError(
-                f"{len(ids)} H- lines but {len(found[kind])} {kind}- lines: sentence {min(odd)} has only one "
-                "of them; was the output cut off, or printed with --quiet or by interactive?"
+                f"{len(ids)} H- lines but {len(texts[letter])} {letter}- lines: sentence {min(unpaired)} has "
+                "only one of them; was the output cut off, or printed with --quiet or by interactive?"
             )
-    hypotheses, text, references = ([found[kind][i] for i in ids] for kind in "HDT")
-    skipped = sorted(set(range(ids[-1])) - found["H"].keys())
+    hypotheses, text, references = ([texts[letter][i] for i in ids] for letter in "HDT")
+    skipped = sorted(set(range(ids[-1])) - texts["H"].keys())
     return GenerateOutput(ids, hypotheses, text, references, skipped)

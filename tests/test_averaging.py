@@ -121,7 +121,7 @@ def test_last_checkpoints_are_those_of_the_latest_epochs_or_updates(folder):
 
 
 @pytest.mark.parametrize(
-    "count, words", [(4, "holds 3 files named checkpointEPOCH.pt, not 4"), (0, "0 checkpoints")]
+    "count, words", [(4, "has 3 files named checkpointEPOCH.pt, not 4"), (0, "0 checkpoints")]
 )
 def test_too_many_or_too_few_are_refused(folder, count, words):
     with pytest.raises(SurfaceFusionError, match=words):

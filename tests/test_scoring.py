@@ -94,7 +94,7 @@ def test_plain_text_draws_no_warning(hyps):
         (TOKENISED_HYPS, "look tokenised (3 of 3"),
         (["il n&apos;y a rien"], "1 have escapes"),
         (["well @-@ known"], "look tokenised"),
-        (["pri@@ eteni", "casă"], "1 of 2 hypotheses carry BPE marks"),
+        (["pri@@ eteni", "casă"], "1 of 2 hypotheses contain BPE marks"),
         (["noi prie@@"], "BPE marks"),
         (["▁Casa ▁mare"], "BPE marks"),
     ],

@@ -1,11 +1,11 @@
-"""Table ``commits``: the speed of a training step in several checkouts, measured in turn on one machine.
+"""Table ``commits``: speed of a training step in several checkouts, measured in turn on one machine.
 
     git worktree add ../before COMMIT
     python scripts/bench/commits.py before=../before after=. --repeat 3
 
-Each round runs ``scaling.py --contender fast`` of every checkout once, in a process of its own, so that a
-machine that becomes slower or faster meets all of them alike. Random text, so no data is needed. ``tok/s`` is
-the median over rounds of target tokens per second.
+Each round runs ``scaling.py --contender fast`` of every checkout once, each in its own process, so that a
+change of the machine's speed affects all checkouts equally. The text is random: no data is needed. ``tok/s``
+is the median over rounds of target tokens per second.
 """
 
 import argparse
@@ -16,11 +16,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import Run, add_common_flags, positive, read_rows, settle_common_flags
+from results import Run, add_common_flags, normalise_common_flags, positive, read_rows
 
 
 def checkout(text: str) -> tuple[str, Path]:
-    """NAME=FOLDER of the command line."""
+    """Parse NAME=FOLDER of the command line."""
     name, _, folder = text.partition("=")
     path = Path(folder).resolve()
     if not name or not (path / "scripts/bench/scaling.py").is_file():
@@ -31,7 +31,7 @@ def checkout(text: str) -> tuple[str, Path]:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Target tokens per second of the checkout in *folder*, by setting."""
+    """Measure target tokens per second of the checkout in *folder*, by setting."""
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         out = Path(temporary, "scaling.csv")
         command = [sys.executable, folder / "scripts/bench/scaling.py", "--contender", "fast", "-o", out]
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=positive, metavar="N", default=3, help="rounds; default: 3")
     add_common_flags(parser, "commits", contenders=())
     args = parser.parse_args()
-    settle_common_flags(args, "commits")
+    normalise_common_flags(args, "commits")
 
     run = Run("commits", args.out, args.cpu)
     speeds: dict[tuple[str, str], list[float]] = {}

@@ -1,4 +1,4 @@
-"""One experiment of translation: raw text is cut and binarised, a model trained, test sets translated."""
+"""One translation experiment: segment and binarise raw text, train a model, translate test sets."""
 
 import argparse
 import fcntl
@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from contenders import ONLY_LAST, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
-from results import add_common_flags, machine, positive, settle_common_flags
+from contenders import LAST_CHECKPOINT_ONLY, OURS, PRECISION, SAMPLE, SIZES, child_environment, output_of
+from results import add_common_flags, machine, normalise_common_flags, positive
 
 from surface_fusion.analysis.figures import save_text
 from surface_fusion.cli.info import checkpoint_facts
@@ -28,28 +28,28 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 import segment
 
 SUBSETS = {"valid": "valid", "core": "test", "newstest2016": "test1"}
-"""Texts that can be translated, by the names that fairseq gives them."""
+"""Texts that can be translated -> fairseq's name of the subset."""
 
 FILES = {"train": "core.train", "valid": "core.valid", "test": "core.test", "test1": "newstest2016"}
 QUICK_FILES = {"train": "train", "valid": "valid", "test": "test", "test1": "test"}
-"""The text behind each subset, without its language: of TEXT, and of the sample."""
+"""Subset -> name of its file without the language, in TEXT and in the sample."""
 
 SOURCE = "source.json"
-"""In a data folder: what it was made of."""
+"""File in a data folder that describes the text and vocabulary it was built from."""
 
 OUTCOME = "outcome.json"
-"""In a training's folder: what came of it."""
+"""File in a training's folder with the request (``asked``), the translations and the machine."""
 
 UNKNOWN = {"hardware": "unknown", "torch": "unknown"}
-"""The machine of an outcome that does not say."""
+"""The machine of an outcome that does not name it."""
 
 FLAGS = ("size", "norm", "dropout", "lr", "updates", "max_tokens", "dtype", "vocab")
-"""Of what a training was asked for, what has a flag of that name."""
+"""Entries of a request that are flags of the scripts."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all trainings of a table share."""
+    """The settings that all trainings of a table share."""
 
     source: str
     target: str
@@ -63,15 +63,15 @@ class Recipe:
     max_tokens: int
     dtype: str
     vocab: int
-    """Units of sentencepiece, of both languages."""
+    """Size of the joint sentencepiece vocabulary."""
 
     def setting(self) -> dict[str, object]:
-        """What rows of the table say."""
-        kept = asdict(self)
-        return {"direction": f"{kept.pop('source')}-{kept.pop('target')}", **kept}
+        """Return the settings for a row of the table."""
+        settings = asdict(self)
+        return {"direction": f"{settings.pop('source')}-{settings.pop('target')}", **settings}
 
     def flags(self, data: Path, *, cpu: bool, workers: int) -> list[str]:
-        """The command line of a training, but for its model, its seed and its place."""
+        """Return a training's command line, except for its model, seed and folder."""
         flags = [str(data), "-s", self.source, "-t", self.target, "--share-all-embeddings"]
         flags += [*SIZES[self.size], *PRECISION[self.dtype]]
         flags += ["--dropout", str(self.dropout), "--attention-dropout", "0", "--label-smoothing", "0.1"]
@@ -86,18 +86,20 @@ class Recipe:
 
 @contextmanager
 def work_folder(
-    work: Path | None, languages: tuple[str, str], held: Iterable[str] | None = None
+    work: Path | None, languages: tuple[str, str], required: Iterable[str] | None = None
 ) -> Iterator[Path]:
-    """The folder of a direction in *work*, or a temporary one, for this run alone.
+    """Yield the folder of a direction in *work*, or a temporary one, locked for this run.
 
     Args:
-        held: trainings whose outcomes it must have already; then nothing is made, and others may use it.
+        work: value of ``--work``.
+        languages: source and target.
+        required: trainings whose outcomes must exist; the folder is then read only, and not locked.
 
     Raises:
-        SystemExit: it cannot be made, another run works in it, or something that must be there is not.
+        SystemExit: the folder cannot be created, another run uses it, or an outcome is missing.
     """
-    if work is not None and held is not None:
-        yield held_folder(work, languages, held)
+    if work is not None and required is not None:
+        yield existing_folder(work, languages, required)
         return
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         folder = Path(work or temporary) / "-".join(languages)
@@ -109,34 +111,32 @@ def work_folder(
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SystemExit(
-                    f"another run works in {folder}; wait for it, or give another --work"
-                ) from None
+                raise SystemExit(f"another run uses {folder}; wait for it, or give another --work") from None
             yield folder
 
 
-def held_folder(work: Path, languages: tuple[str, str], names: Iterable[str]) -> Path:
-    """The folder of a direction in *work*.
+def existing_folder(work: Path, languages: tuple[str, str], names: Iterable[str]) -> Path:
+    """Return the folder of a direction in *work*.
 
     Raises:
-        SystemExit: there is none, or it lacks the outcome of one of the trainings *names*.
+        SystemExit: it does not exist, or lacks the outcome of one of the trainings *names*.
     """
     folder = work / "-".join(languages)
     if not (folder / "data-bin" / SOURCE).is_file():
         raise SystemExit(
-            f"--work {work}: {folder} holds no data-bin of these scripts; give a folder that trainings left"
+            f"--work {work}: {folder} has no data-bin of these scripts; give the --work of a training"
         )
     missing = [name for name in names if not (folder / name / OUTCOME).is_file()]
     if missing:
-        raise SystemExit(f"{folder} holds no {OUTCOME} of {', '.join(missing)}; leave out --score-only")
+        raise SystemExit(f"{folder} has no {OUTCOME} of {', '.join(missing)}; leave out --score-only")
     return folder
 
 
 def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, files: dict[str, str]) -> Path:
-    """Cut and binarise *text* in *folder*, unless that is done: the data folder.
+    """Segment and binarise *text* in *folder* if that is not done; return the data folder.
 
     Raises:
-        SystemExit: a text is missing, *vocab* is too large for it, or *folder* was made of something else.
+        SystemExit: a text is missing, *vocab* is too large, or *folder* was built from another text.
     """
     data = folder / "data-bin"
     texts = {
@@ -151,10 +151,12 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
     source = {"vocab": vocab, "sha256": digests}
     if data.exists():
-        found = source_of(data)
-        if found != source:
-            of = "another text or --vocab" if found else "an older version, which does not say of what text"
-            raise SystemExit(f"{folder} holds the data of {of}; give another --work")
+        existing = read_source(data)
+        if existing != source:
+            origin = (
+                "another text or --vocab" if existing else "an older version, which did not record the text"
+            )
+            raise SystemExit(f"{folder} has the data of {origin}; give another --work")
         return data
     pieces = folder / "pieces"
     pieces.mkdir(parents=True, exist_ok=True)
@@ -180,42 +182,42 @@ def prepare(text: Path, folder: Path, languages: tuple[str, str], vocab: int, fi
     return data
 
 
-def source_of(data: Path) -> object:
-    """What :func:`prepare` made the folder *data* of."""
-    kept = data / SOURCE
-    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+def read_source(data: Path) -> object:
+    """Return the description that :func:`prepare` wrote to the folder *data*; None if there is none."""
+    path = data / SOURCE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def kept_outcome(kept: Path) -> dict[str, Any]:
-    """What :func:`train_and_translate` left in the file *kept*; nothing if it is not there.
+def read_outcome(path: Path) -> dict[str, Any]:
+    """Return the outcome that :func:`train_and_translate` wrote to *path*; empty if there is none.
 
     Raises:
         SystemExit: it is damaged.
     """
-    if not kept.exists():
+    if not path.exists():
         return {}
     try:
-        outcome: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-        found = outcome.setdefault("machine", UNKNOWN)
+        outcome: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        machine = outcome.setdefault("machine", UNKNOWN)
         for name in ("asked", "translations"):
             if not isinstance(outcome.setdefault(name, {}), dict):
                 raise ValueError(f"its {name!r} is {outcome[name]!r}")
     except (ValueError, AttributeError) as error:
-        raise SystemExit(f"{kept} is damaged ({error}); remove it, and the training is done again") from None
-    said = isinstance(found, dict) and found.keys() == UNKNOWN.keys()
-    if not (said and all(isinstance(name, str) for name in found.values())):
+        raise SystemExit(f"{path} is damaged ({error}); remove it to repeat the training") from None
+    has_both = isinstance(machine, dict) and machine.keys() == UNKNOWN.keys()
+    if not (has_both and all(isinstance(name, str) for name in machine.values())):
         raise SystemExit(
-            f'{kept}: "machine" is {found!r}; give it "hardware" and "torch", or leave it out: unknown'
+            f'{path}: "machine" is {machine!r}; give it "hardware" and "torch", or remove it if unknown'
         )
     return outcome
 
 
-def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """In what two askings for a training differ: flags with both values."""
+def differences(request: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:
+    """Describe how *request* differs from that of an *earlier* training: flags with both values."""
     return ", ".join(
-        f"--{key.replace('_', '-')} {there.get(key)} (here {value})" if key in FLAGS else f"another {key}"
-        for key, value in here.items()
-        if there.get(key) != value
+        f"--{key.replace('_', '-')} {earlier.get(key)} (here {value})" if key in FLAGS else f"another {key}"
+        for key, value in request.items()
+        if earlier.get(key) != value
     )
 
 
@@ -232,86 +234,121 @@ def train_and_translate(
     device: int | None,
     score_only: bool,
 ) -> dict[str, Any]:
-    """Train *model* (flags) and translate *texts* (of :data:`SUBSETS`), beam 4, but for what *folder* holds.
+    """Train a model and translate *texts* with beam 4, except for the results that *folder* already has.
 
     Args:
-        score_only: nothing may be left to do.
+        model: flags of the model, optimizer and criterion.
+        seed: seed of the training.
+        recipe: the other settings.
+        texts: keys of :data:`SUBSETS`.
+        data: data folder.
+        folder: folder of the training.
+        cpu: whether to use the CPU.
+        workers: number of data workers.
+        device: index of the GPU; None for all.
+        score_only: whether to fail instead of training or translating.
 
     Returns:
         ``translations`` of each text, the number of ``parameters``, and the ``machine`` that trained it.
 
     Raises:
-        SystemExit: a process failed, with the end of its output; or something is left to do.
+        SystemExit: a process failed (the message has the end of its output), or with *score_only* a result is
+            missing.
     """
-    kept, checkpoint = folder / OUTCOME, folder / "checkpoint_last.pt"
-    asked = {"model": list(model), "seed": seed, "data": source_of(data), **asdict(recipe)}
-    outcome = kept_outcome(kept)
+    path, checkpoint = folder / OUTCOME, folder / "checkpoint_last.pt"
+    request = {"model": list(model), "seed": seed, "data": read_source(data), **asdict(recipe)}
+    outcome = read_outcome(path)
     environment = child_environment(device)
-    same = outcome.get("asked") == asked
-    lacking = [name for name in texts if name not in outcome.get("translations", ())]
-    if score_only and not same:
-        raise SystemExit(
-            f"{folder} does not hold it, by these flags; leave out --score-only, or give those of its "
-            f"training: {differences(asked, outcome.get('asked', {}))}"
-        )
-    if score_only and lacking:
-        raise SystemExit(f"{kept} lacks translations of {', '.join(lacking)}; leave out --score-only")
-    if not same or (lacking and not checkpoint.exists()):
+    same = outcome.get("asked") == request
+    missing = [name for name in texts if name not in outcome.get("translations", ())]
+    if score_only:
+        require_complete(folder, request, outcome, missing)
+    if not same or (missing and not checkpoint.exists()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         flags = [*recipe.flags(data, cpu=cpu, workers=workers), *OURS, *model, "--seed", str(seed)]
-        flags += [*ONLY_LAST, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
+        flags += [*LAST_CHECKPOINT_ONLY, "--save-dir", str(folder), "--log-file", str(folder / "train.log")]
         output_of([sys.executable, "-m", "surface_fusion", "train", *flags], environment)
         parameters = checkpoint_facts(str(checkpoint), trust=False)["parameters"]
-        outcome = {"asked": asked, "parameters": parameters, "translations": {}}
-        outcome["machine"] = machine(cpu, device)
-        save_text(kept, json.dumps(outcome))
+        trained = {"asked": request, "parameters": parameters, "machine": machine(cpu, device)}
+        outcome = {**trained, "translations": {}}
+        save_text(path, json.dumps(outcome))
     for name in texts:
-        if name in outcome["translations"]:
-            continue
-        flags = [str(data), "-s", recipe.source, "-t", recipe.target, "--path", str(checkpoint)]
-        flags += ["--gen-subset", SUBSETS[name], "--beam", "4", "--batch-size", "128"]
-        flags += ["--max-len-a", "1.2", "--max-len-b", "10", "--remove-bpe", "sentencepiece"]
-        flags += [*(("--cpu",) if cpu else ()), *(("--fp16",) if recipe.dtype == "fp16" else ())]
-        printed = output_of([sys.executable, "-m", "surface_fusion", "generate", *flags], environment)
-        outcome["translations"][name] = parse_generate_output(split_lines(printed)).text
-        save_text(kept, json.dumps(outcome, ensure_ascii=False))
+        if name not in outcome["translations"]:
+            outcome["translations"][name] = translate(name, recipe, data, checkpoint, cpu, environment)
+            save_text(path, json.dumps(outcome, ensure_ascii=False))
     return outcome
 
 
-def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
-    """The command line of the table *name*: the flags of *parser* and those of all tables of experiments.
+def require_complete(
+    folder: Path, request: dict[str, Any], outcome: dict[str, Any], missing: Sequence[str]
+) -> None:
+    """Check that *outcome* is that of *request*, with all translations.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    if outcome.get("asked") != request:
+        raise SystemExit(
+            f"{folder} was trained with other flags; leave out --score-only, or give those of its "
+            f"training: {differences(request, outcome.get('asked', {}))}"
+        )
+    if missing:
+        raise SystemExit(
+            f"{folder / OUTCOME} lacks translations of {', '.join(missing)}; leave out --score-only"
+        )
+
+
+def translate(
+    name: str, recipe: Recipe, data: Path, checkpoint: Path, cpu: bool, environment: dict[str, str]
+) -> list[str]:
+    """Translate the text *name* with beam 4 in a child process; return the detokenised lines."""
+    flags = [str(data), "-s", recipe.source, "-t", recipe.target, "--path", str(checkpoint)]
+    flags += ["--gen-subset", SUBSETS[name], "--beam", "4", "--batch-size", "128"]
+    flags += ["--max-len-a", "1.2", "--max-len-b", "10", "--remove-bpe", "sentencepiece"]
+    flags += [*(("--cpu",) if cpu else ()), *(("--fp16",) if recipe.dtype == "fp16" else ())]
+    output = output_of([sys.executable, "-m", "surface_fusion", "generate", *flags], environment)
+    return parse_generate_output(split_lines(output)).text
+
+
+def parse_flags(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """Parse the command line of the table *name*, after adding the flags that experiments share to *parser*.
 
     Returns:
-        With ``files``, the names of the texts, and ``place``, arguments of :func:`train_and_translate`.
+        The flags, with ``files`` (:data:`FILES` or :data:`QUICK_FILES`) and ``train_options``, keyword
+        arguments of :func:`train_and_translate`.
     """
     parser.add_argument("text", type=Path, nargs="?", metavar="TEXT")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="data, checkpoints, translations")
-    parser.add_argument("--updates", type=positive, metavar="N", help="of each training; default: 2500")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of a batch; default: 8192")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="folder for data, checkpoints and translations"
+    )
+    parser.add_argument("--updates", type=positive, metavar="N", help="updates per training; default: 2500")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens per batch; default: 8192")
     parser.add_argument("--vocab", type=positive, metavar="N", help="sentencepiece units; default: 8000")
     parser.add_argument(
-        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
+        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, spread over the GPUs"
     )
     parser.add_argument(
-        "--score-only", action="store_true", help="of what DIR holds; needs no GPU, whatever --dtype says"
+        "--score-only",
+        action="store_true",
+        help="score the translations in DIR without training; needs no GPU",
     )
     add_common_flags(parser, name, contenders=(), dtypes="one")
     args = parser.parse_args()
-    settle_common_flags(args, name, trains=not args.score_only)
+    normalise_common_flags(args, name, trains=not args.score_only)
     if args.score_only and args.work is None:
-        parser.error("--score-only scores what --work DIR holds; give it")
+        parser.error("--score-only needs --work DIR, the folder of the translations")
     if args.quick != (args.text is None) or (args.text and args.work is None):
         parser.error("give TEXT and --work DIR, or --quick")
     updates, max_tokens, vocab = (3, 800, 300) if args.quick else (2500, 8192, 8000)
     args.updates, args.max_tokens = args.updates or updates, args.max_tokens or max_tokens
     args.vocab = args.vocab or vocab
     args.text, args.files = (SAMPLE, QUICK_FILES) if args.quick else (args.text, FILES)
-    args.place = {"cpu": args.cpu, "workers": 0 if args.quick else 2, "score_only": args.score_only}
+    args.train_options = {"cpu": args.cpu, "workers": 0 if args.quick else 2, "score_only": args.score_only}
     return args
 
 
-def references_of(name: str, language: str, args: argparse.Namespace) -> list[str]:
-    """The lines of the text *name* (of :data:`experiment.SUBSETS`) in *language*."""
+def read_references(name: str, language: str, args: argparse.Namespace) -> list[str]:
+    """Read the lines of the text *name*, a key of :data:`SUBSETS`, in *language*."""
     path: Path = args.text / f"{args.files[SUBSETS[name]]}.{language}"
     return read_lines(path)

@@ -1,20 +1,20 @@
 """Tables ``loss`` and ``memory``: output layer and label-smoothed loss alone, forward and backward.
 
-    python scripts/bench/loss.py              fp16, 16,384 and 2,048 rows, 512 wide, a vocabulary of 35,008
+    python scripts/bench/loss.py              fp16, 16,384 and 2,048 rows, width 512, vocabulary 35,008
     python scripts/bench/loss.py --quick      tiny, on the CPU if there is no GPU
 
 Contenders, with z and s the logits of the two branches and lsm the log-softmax in float32:
 
-* ``fairseq``: one projection, ``lsm(z)``; it has no fusion, so the same number stands beside each mode;
+* ``fairseq``: one projection, ``lsm(z)``. It has no fusion: the measurement is the same for each mode.
 * ``plain``: two projections and ``g lsm(z) + (1-g) lsm(s)`` (hard) or ``lsm(z + lsm(s))`` (soft), as in the
-  published code;
-* ``fast``: ``surface_fusion.ops.linear_cross_entropy``, of pairs (hard) or of their sums (soft);
-* ``floor``: nothing but the matrix products, three for each projection that is needed (two in hard mode).
+  published code.
+* ``fast``: ``surface_fusion.ops.linear_cross_entropy``, of pairs of features (hard) or their sums (soft).
+* ``floor``: only the matrix products, three for each projection (two projections in hard mode).
 
-All but the floor end in fairseq's ``label_smoothed_nll_loss`` or in what equals it. The incoming gradient is
-128, a loss scale. Milliseconds: median of 20, on a GPU from a CUDA graph, so that no contender waits for the
-host. ``memory`` (GPU only): the most that was allocated at a time, less what was before (features, output
-matrix, targets) and less the gradients of features and matrix.
+Except for the floor, the loss is fairseq's ``label_smoothed_nll_loss`` or equal to it. The incoming gradient
+is 128, a loss scale. The time is the median of 20 in milliseconds. On a GPU, a CUDA graph is replayed, so
+that no contender waits for the host. ``memory`` (GPU only) is the peak of allocated memory, minus the memory
+allocated before (features, output matrix, targets) and minus the gradients of features and output matrix.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
-from results import Run, add_common_flags, positive, settle_common_flags
+from results import Run, add_common_flags, normalise_common_flags, positive
 from torch import Tensor
 
 from surface_fusion.ops.distributions import log_softmax
@@ -38,22 +38,22 @@ SMOOTHING, GATE, LOSS_SCALE = 0.1, 0.8, 128.0
 
 
 class Problem(NamedTuple):
-    """What goes in; all but the targets want gradients."""
+    """Inputs of the loss; all but the targets require gradients."""
 
     h: Tensor
-    """N x C, of the decoder."""
+    """N x C, features of the target branch."""
     r: Tensor
-    """N x C, of the source's surface."""
+    """N x C, features of the surface branch."""
     pair: Tensor
-    """N x 2 x C: both, as our decoder has them in hard mode."""
+    """N x 2 x C: h and r, the output of our decoder in hard mode."""
     weight: Tensor
-    """V x C."""
+    """V x C, the output matrix."""
     target: Tensor
-    """N."""
+    """N target ids."""
 
 
 def make_problem(rows: int, width: int, vocab: int, dtype: torch.dtype, device: str) -> Problem:
-    """Random values of the size of a Transformer's: logits of standard deviation 1."""
+    """Draw random inputs scaled as in a Transformer: the logits have standard deviation 1."""
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -69,13 +69,13 @@ def make_problem(rows: int, width: int, vocab: int, dtype: torch.dtype, device: 
 
 
 def smoothed(log_probs: Tensor, target: Tensor) -> Tensor:
-    """fairseq's loss."""
+    """Compute fairseq's label-smoothed loss."""
     loss: Tensor = label_smoothed_nll_loss(log_probs, target, SMOOTHING)[0]
     return loss
 
 
 def fairseq_loss(p: Problem, mode: str) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and what it has gradients for."""
+    """Return the loss and the tensors that it is differentiated by."""
     return smoothed(log_softmax(F.linear(p.h, p.weight)), p.target), [p.h, p.weight]
 
 
@@ -101,7 +101,7 @@ LOSSES = {"fairseq": fairseq_loss, "plain": plain_loss, "fast": fast_loss}
 
 
 def step_of(contender: str, p: Problem, mode: str) -> Callable[[], object]:
-    """Forward and backward of *contender*, or the matrix products of ``floor``."""
+    """Return a function that runs forward and backward, or the matrix products for ``floor``."""
     if contender == "floor":
         x = (p.pair.flatten(0, 1) if mode == "hard" else p.h).detach()
         weight = p.weight.detach()
@@ -116,7 +116,7 @@ def step_of(contender: str, p: Problem, mode: str) -> Callable[[], object]:
 
 
 def milliseconds(step: Callable[[], object], warm_up: int, repeat: int, cuda: bool) -> float:
-    """Median time of *step*; on CUDA replayed from a graph, as in a training step of ours."""
+    """Return the median time of *step*; on a GPU, of the replay of its CUDA graph."""
     for _ in range(warm_up):
         step()
     if cuda:
@@ -128,29 +128,29 @@ def milliseconds(step: Callable[[], object], warm_up: int, repeat: int, cuda: bo
     times = []
     for _ in range(repeat):
         if cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             step()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end))
+            times.append(start.elapsed_time(end))
         else:
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             step()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(1e3 * (time.perf_counter() - start_time))
     return statistics.median(times)
 
 
 def peak_gib(step: Callable[[], object], p: Problem) -> float:
-    """See the module's head."""
+    """Return the peak of memory that *step* allocates, without the gradients (see the module's docstring)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     gradients = step()
     assert isinstance(gradients, tuple)
-    results = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-    return (torch.cuda.max_memory_allocated() - before - results) / 2**30
+    gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+    return (torch.cuda.max_memory_allocated() - before - gradient_bytes) / 2**30
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=positive, metavar="N", help="default: 20")
     add_common_flags(parser, "loss")
     args = parser.parse_args()
-    settle_common_flags(args, "loss")
+    normalise_common_flags(args, "loss")
     repeat = args.repeat or (3 if args.quick else 20)
     width, vocab = args.width or (16 if args.quick else 512), args.vocab or (200 if args.quick else 35008)
 

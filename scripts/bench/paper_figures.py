@@ -1,14 +1,16 @@
-"""Figures 1 and 2 of SurfaceFusion (Liu et al., 2021), from our own models, beside the paper's values.
+"""Figures 1 and 2 of SurfaceFusion (Liu et al., 2021) for our models, next to the paper's values.
 
     python scripts/bench/paper_figures.py DATA-BIN CHECKPOINT [CHECKPOINT ...] -o DIR
     python scripts/bench/paper_figures.py --redraw -o DIR            from the CSVs in DIR
 
 Each CHECKPOINT is one seed of a training with ``--encoder-fusion fine-grained --encoder-fusion-embedding``.
-Figure 1 is the mean weight that each decoder layer gives to each encoder layer; figure 2 what BLEU loses when
-one encoder layer gets no weight at decode time. Written are ``figure1`` and ``figure2`` as CSV, PNG and SVG,
-means over the seeds; and said is whether the paper's claim holds, that the uppermost decoder layer leans on
-the embedding layer more than lower ones do: it gives that layer the most weight, the lowest decoder layer
-does not, and gives it less.
+Figure 1 shows the mean weight of each encoder layer in the input of each decoder layer. Figure 2 shows the
+change of BLEU if one encoder layer has no weight during decoding. The script writes ``figure1`` and
+``figure2`` as CSV, PNG and SVG, with means over the seeds.
+
+It also prints whether the paper's claim holds, that the uppermost decoder layer leans on the embedding layer
+more than lower ones do. It holds here if the embedding layer has the largest weight in the uppermost decoder
+layer and not in the lowest, and a smaller weight in the lowest.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
-from surface_fusion.analysis.ablation import ablate, change, subword_marks
+from surface_fusion.analysis.ablation import ablate, percent_change, subword_marks
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
@@ -39,16 +41,16 @@ FIGURE_1 = (
     (0.16, 0.18, 0.17, 0.16, 0.14, 0.13),
     (0.15, 0.18, 0.17, 0.15, 0.12, 0.11),
 )
-"""The paper's, Romanian-English: a row for each of ``LAYERS``, a column for each decoder layer."""
+"""The paper's values, Romanian-English: a row for each of ``LAYERS``, a column for each decoder layer."""
 FIGURE_2 = (-3.4, -1.4, -0.7, -0.3, -0.2, 0.0, -1.7)
-"""The paper's, Romanian-English: relative change of BLEU in %, read off the figure."""
+"""The paper's values, Romanian-English: relative change of BLEU in %, read off the figure."""
 
 
 def load_fine_grained(path: str, args: argparse.Namespace) -> Loaded:
-    """The model at *path*, if the figures can be drawn from it.
+    """Load the model at *path*.
 
     Raises:
-        SurfaceFusionError: they cannot.
+        SurfaceFusionError: it has no fine-grained fusion with the embedding layer.
     """
     loaded = load(path, args.data, args.split, args.cpu)
     fusion = getattr(loaded.model.encoder, "fusion", None)
@@ -59,7 +61,7 @@ def load_fine_grained(path: str, args: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def measure_1(models: list[Loaded], out: Path) -> None:
+def measure_figure_1(models: list[Loaded], out: Path) -> None:
     """Write ``figure1.csv``.
 
     Raises:
@@ -68,12 +70,12 @@ def measure_1(models: list[Loaded], out: Path) -> None:
     tables = [layer_weights(loaded)[0].values.detach().float().cpu() for loaded in models]
     if len({table.shape for table in tables}) > 1:
         raise SurfaceFusionError(
-            "the checkpoints differ in their numbers of layers; give one training's seeds"
+            "the checkpoints have different numbers of layers; give seeds of one training"
         )
-    found = torch.stack(tables)
-    mean, deviation = found.mean(0), found.std(0, unbiased=len(models) > 1)
+    weights = torch.stack(tables)
+    mean, deviation = weights.mean(0), weights.std(0, unbiased=len(models) > 1)
     rows = [
-        (layer, column + 1, f"{mean[i, column]:.4f}", f"{deviation[i, column]:.4f}", *_paper(i, column))
+        (layer, column + 1, f"{mean[i, column]:.4f}", f"{deviation[i, column]:.4f}", _paper_value(i, column))
         for i, layer in enumerate(_layers(len(mean)))
         for column in range(mean.shape[1])
     ]
@@ -81,8 +83,8 @@ def measure_1(models: list[Loaded], out: Path) -> None:
     save_table(out / "figure1.csv", columns, [(*row, len(models)) for row in rows])
 
 
-def draw_1(out: Path) -> str:
-    """Draw ``figure1.csv``; whether the paper's claim holds, as a sentence."""
+def draw_figure_1(out: Path) -> str:
+    """Draw ``figure1.csv``; return a sentence on the paper's claim."""
     rows = _rows(out / "figure1.csv")
     mean = _by_layer(rows, "mean")
     figure, axes = pyplot().subplots(1, 2, figsize=(8.6, 3.4), layout="constrained")
@@ -90,21 +92,21 @@ def draw_1(out: Path) -> str:
         (axes[0], f"ours, {rows[0]['seeds']} seed(s)", mean),
         (axes[1], "paper (Ro-En)", FIGURE_1),
     ):
-        image = _weights(ax, title, values)
+        image = _draw_weights(ax, title, values)
     figure.colorbar(image, ax=axes, label="weight")
     save_figure(figure, out / "figure1")
     return claim(mean, _by_layer(rows, "deviation"))
 
 
 def claim(mean: list[list[float]], deviation: list[list[float]]) -> str:
-    """Whether the uppermost decoder layer leans on the embedding layer more than lower ones do.
+    """State whether the uppermost decoder layer leans on the embedding layer more than lower ones do.
 
     Args:
         mean: weights; rows: encoder layers from the embedding layer up, columns: decoder layers.
-        deviation: of them, over the seeds.
+        deviation: their standard deviation over the seeds.
 
     Returns:
-        A sentence with what is seen.
+        A sentence with the weights.
     """
     names = _layers(len(mean))
     largest = [names[max(range(len(names)), key=lambda i: column[i])] for column in zip(*mean, strict=True)]
@@ -113,40 +115,40 @@ def claim(mean: list[list[float]], deviation: list[list[float]]) -> str:
         f"weight (paper: {FIGURE_1[0][i]:.2f}) and most to layer {largest[i]} (paper: {most})"
         for where, i, most in (("the lowest", 0, "5"), ("the uppermost", -1, "Emb"))
     ]
-    lean = [str(i) for i, name in enumerate(largest, 1) if name == "Emb"]
+    embedding_first = [str(i) for i, name in enumerate(largest, 1) if name == "Emb"]
     holds = largest[-1] == "Emb" != largest[0] and mean[0][-1] > mean[0][0]
     return (
-        f"{'; '.join(ends)}. It has the most in decoder layers {', '.join(lean) or 'none'} of {len(largest)} "
-        f"(paper: 5, 6 of 6): the paper's claim, that the uppermost leans on it more than lower ones do, "
+        f"{'; '.join(ends)}. The embedding layer has the largest weight in decoder layers "
+        f"{', '.join(embedding_first) or 'none'} of {len(largest)} (paper: 5, 6 of 6): the paper's claim, "
+        "that the uppermost leans on it more than lower ones do, "
         f"{'holds' if holds else 'does not hold'} here"
     )
 
 
-def measure_2(models: list[Loaded], out: Path, beam: int) -> None:
+def measure_figure_2(models: list[Loaded], out: Path, beam: int) -> None:
     """Write ``figure2.csv``."""
     bleu: list[list[float]] = []
     length: list[list[float]] = []
     signature = ""
     for loaded in models:
-        whole, *layers = ablate(loaded, beam, subword_marks(loaded.task.target_dictionary))
-        signature = whole.bleu.signature
-        bleu.append([change(layer.bleu.value, whole.bleu.value) for layer in layers])
-        length.append([change(layer.tokens, whole.tokens) for layer in layers])
+        full, *ablations = ablate(loaded, beam, subword_marks(loaded.task.target_dictionary))
+        signature = full.bleu.signature
+        bleu.append([percent_change(row.bleu.value, full.bleu.value) for row in ablations])
+        length.append([percent_change(row.tokens, full.tokens) for row in ablations])
     layers = _layers(len(bleu[0]))
-    losses, lengths = [*zip(*bleu, strict=True)], [*zip(*length, strict=True)]
-    rows = [
-        (
-            *(layer, *(f"{x:.2f}" for x in _moments(losses[i])), *(f"{x:.2f}" for x in _moments(lengths[i]))),
-            *((FIGURE_2[i] if len(layers) == len(LAYERS) else ""), signature, len(models)),
-        )
-        for i, layer in enumerate(layers)
-    ]
+    rows = []
+    for i, (layer, *changes) in enumerate(
+        zip(layers, zip(*bleu, strict=True), zip(*length, strict=True), strict=True)
+    ):
+        moments = [f"{x:.2f}" for seeds in changes for x in _moments(seeds)]
+        paper = FIGURE_2[i] if len(layers) == len(LAYERS) else ""
+        rows.append((layer, *moments, paper, signature, len(models)))
     columns = ("silenced", "bleu_change", "bleu_deviation", "length_change", "length_deviation")
     save_table(out / "figure2.csv", (*columns, "paper_bleu_change", "signature", "seeds"), rows)
 
 
-def draw_2(out: Path) -> str:
-    """Draw ``figure2.csv``; the largest loss, as a sentence."""
+def draw_figure_2(out: Path) -> str:
+    """Draw ``figure2.csv``; return a sentence on the largest loss."""
     rows = _rows(out / "figure2.csv")
     layers = [row["silenced"] for row in rows]
     means, deviations = ([float(row[f"bleu_{name}"]) for row in rows] for name in ("change", "deviation"))
@@ -175,9 +177,9 @@ def _rows(path: Path) -> list[dict[str, str]]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = [*csv.DictReader(file)]
     except FileNotFoundError:
-        raise SurfaceFusionError(f"{path} does not exist; leave out --redraw to make it") from None
+        raise SurfaceFusionError(f"{path} does not exist; leave out --redraw to create it") from None
     if not rows or "seeds" not in rows[0]:
-        raise SurfaceFusionError(f"{path} has no column seeds; leave out --redraw to make it again")
+        raise SurfaceFusionError(f"{path} has no column seeds; leave out --redraw to create it again")
     return rows
 
 
@@ -190,12 +192,12 @@ def _layers(count: int) -> tuple[str, ...]:
     return ("Emb", *(str(i) for i in range(1, count)))
 
 
-def _paper(row: int, column: int) -> tuple[object]:
-    inside = row < len(FIGURE_1) and column < len(FIGURE_1[0])
-    return (FIGURE_1[row][column] if inside else "",)
+def _paper_value(row: int, column: int) -> object:
+    in_figure = row < len(FIGURE_1) and column < len(FIGURE_1[0])
+    return FIGURE_1[row][column] if in_figure else ""
 
 
-def _weights(ax: Any, title: str, values: Any) -> Any:
+def _draw_weights(ax: Any, title: str, values: Any) -> Any:
     image = ax.imshow(values, origin="lower", aspect="auto", cmap="Blues", vmin=0.08, vmax=0.22)
     ax.set_xticks(range(len(values[0])), [str(i + 1) for i in range(len(values[0]))])
     ax.set_yticks(range(len(values)), _layers(len(values)))
@@ -210,7 +212,7 @@ def _weights(ax: Any, title: str, values: Any) -> Any:
 
 
 def _moments(values: Any) -> tuple[float, float]:
-    if not all(map(math.isfinite, values)):  # of a BLEU of 0; stdev would not take it
+    if not all(map(math.isfinite, values)):  # the full model has BLEU 0; stdev does not accept NaN
         return math.nan, math.nan
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
@@ -223,10 +225,10 @@ def main() -> None:
     parser.add_argument("data", nargs="?", metavar="DATA-BIN")
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--split", default="test", help="that figure 2 translates; default: test")
-    parser.add_argument("--beam", type=positive, default=4, metavar="N")
-    parser.add_argument("--cpu", action="store_true", help="although there is a GPU")
-    parser.add_argument("--redraw", action="store_true", help="from DIR's CSVs, without a model")
+    parser.add_argument("--split", default="test", help="split to translate for figure 2; default: test")
+    parser.add_argument("--beam", type=positive, default=4, metavar="N", help="beam size; default: 4")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
+    parser.add_argument("--redraw", action="store_true", help="draw the CSVs in DIR, without a model")
     args = parser.parse_args()
     if {bool(args.data), bool(args.checkpoints)} != {not args.redraw}:
         parser.error("give DATA-BIN and CHECKPOINTs, or --redraw alone")
@@ -234,11 +236,11 @@ def main() -> None:
         models = [load_fine_grained(path, args) for path in args.checkpoints]
         with torch.no_grad():
             if models:
-                measure_1(models, args.out)
-            print(draw_1(args.out))
+                measure_figure_1(models, args.out)
+            print(draw_figure_1(args.out))
             if models:
-                measure_2(models, args.out, args.beam)
-            print(draw_2(args.out))
+                measure_figure_2(models, args.out, args.beam)
+            print(draw_figure_2(args.out))
     except (SurfaceFusionError, OSError) as error:
         raise SystemExit(str(error)) from None
     except (ValueError, KeyError) as error:

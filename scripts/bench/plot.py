@@ -1,9 +1,9 @@
 """Draw the tables: bars of the contenders for each setting, curves for ``scaling``.
 
-    python scripts/bench/plot.py [CSV ...] -o bench.png         by default all CSVs of results/
+    python scripts/bench/plot.py [CSV ...] -o bench.png         default: all CSVs of results/
 
-Of each table only the last run in its CSV is drawn, so that what stands side by side was measured together;
-the title names the hardware of all that is drawn.
+Only the last run in each CSV is drawn, so that the values of a panel were measured together. The title names
+the hardware.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from results import CONTENDERS, RESULTS, Row, read_rows, together
+from results import CONTENDERS, RESULTS, Row, join_names, read_rows
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -21,37 +21,37 @@ from surface_fusion.io.atomic_write import atomic_write
 
 NAMES = (*CONTENDERS, "floor")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
-AXES = {"max_tokens": "tokens a batch", "vocab": "vocabulary", "layers": "layers of encoder and decoder"}
+AXES = {"max_tokens": "tokens per batch", "vocab": "vocabulary", "layers": "layers of encoder and decoder"}
 
-MANY = 12
-"""Groups of bars whose names do not fit side by side."""
+MAX_HORIZONTAL_LABELS = 12
+"""Maximum number of groups of bars with horizontal labels."""
 
 Settings = dict[str, str]
 
 
 def settings_of(row: Row) -> Settings:
-    """The cell ``setting``, taken apart."""
+    """Parse the cell ``setting``."""
     return dict(part.split("=", 1) for part in row.setting.split(";"))
 
 
 def last_runs(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(table, unit) -> the rows of the table's last run."""
+    """Return the rows of each table's last run, by table and unit."""
     last = {row.table: row.run for row in rows}
-    found: dict[tuple[str, str], list[Row]] = {}
+    selected: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.run == last[row.table]:
-            found.setdefault((row.table, row.unit), []).append(row)
-    return found
+            selected.setdefault((row.table, row.unit), []).append(row)
+    return selected
 
 
 def varying(settings: Sequence[Settings]) -> list[str]:
-    """Keys whose value is not the same everywhere; ``updates`` belongs to the phase."""
+    """Return the keys whose values differ, except ``updates``, which depends on the phase."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
     return [k for k in keys if k != "updates" and len({setting.get(k) for setting in settings}) > 1]
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
-    """A group of bars for each setting, a bar for each contender."""
+    """Draw a group of bars for each setting, with a bar for each contender."""
     keys = varying([settings_of(row) for row in rows])
 
     def label(row: Row) -> str:
@@ -63,15 +63,15 @@ def draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         values = {label(row): row.value for row in rows if row.contender == name}
-        places = [x + (i - (len(names) - 1) / 2) * width for x, group in enumerate(groups) if group in values]
-        axes.bar(
-            places, list(values[g] for g in groups if g in values), width, color=COLOURS[name], label=name
-        )
-    axes.set_xticks(range(len(groups)), groups, fontsize=7, rotation=90 if len(groups) > MANY else 0)
+        offset = (i - (len(names) - 1) / 2) * width
+        x, heights = zip(*((n + offset, values[g]) for n, g in enumerate(groups) if g in values), strict=True)
+        axes.bar(x, heights, width, color=COLOURS[name], label=name)
+    rotation = 90 if len(groups) > MAX_HORIZONTAL_LABELS else 0
+    axes.set_xticks(range(len(groups)), groups, fontsize=7, rotation=rotation)
 
 
 def draw_scaling(axes: Sequence[Axes], rows: Sequence[Row]) -> None:
-    """Along each of the three axes, the points that differ from the most frequent one in it alone."""
+    """Draw a curve along each axis: the points that differ from the most frequent one in it alone."""
     settings = [settings_of(row) for row in rows]
     base = {key: max(values, key=values.count) for key in AXES for values in [[s[key] for s in settings]]}
     for axis, (key, label) in zip(axes, AXES.items(), strict=True):
@@ -91,7 +91,7 @@ def draw_scaling(axes: Sequence[Axes], rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """Write the picture to *out* (PNG or SVG by its name).
+    """Write the figure to *out*, a PNG or SVG file by its name.
 
     Raises:
         SystemExit: there are no rows.
@@ -102,15 +102,17 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     columns = len(AXES)
     figure = plt.figure(figsize=(13, 3.2 * len(tables)), layout="constrained")
     grid = figure.add_gridspec(len(tables), columns)
-    for i, ((table, unit), found) in enumerate(sorted(tables.items())):
-        title = f"{table}, {together(r.hardware for r in found)}, torch {together(r.torch for r in found)}"
+    for i, ((table, unit), selected) in enumerate(sorted(tables.items())):
+        hardware, torch_version = (
+            join_names(getattr(row, name) for row in selected) for name in ("hardware", "torch")
+        )
         if table == "scaling":
             panels = [figure.add_subplot(grid[i, j]) for j in range(columns)]
-            draw_scaling(panels, found)
+            draw_scaling(panels, selected)
         else:
             panels = [figure.add_subplot(grid[i, :])]
-            draw_bars(panels[0], found)
-        panels[0].set_title(title, loc="left", fontsize=9)
+            draw_bars(panels[0], selected)
+        panels[0].set_title(f"{table}, {hardware}, torch {torch_version}", loc="left", fontsize=9)
         panels[0].set_ylabel(unit)
         panels[0].legend(fontsize=8)
         for panel in panels:
@@ -132,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     tables = args.tables or sorted(RESULTS.glob("*.csv"))
     rows = [row for table in tables for row in read_rows(table)]
-    # The table of methods is no comparison of these contenders, and is in the README.
+    # The table ``methods`` does not compare these contenders.
     draw([row for row in rows if row.contender in NAMES and row.table != "methods"], args.out)
 
 

@@ -3,10 +3,10 @@
     python scripts/bench/quality.py DATA-BIN --updates 1500 [--seeds 1 2 3] [--jobs 6]
     python scripts/bench/quality.py --quick            tiny, on the CPU if there is no GPU
 
-The same trainings by the modules with fairseq's own Adam and loss (``plain``), and fast; then the test set is
-translated (beam 4; both by the fast way, which gives the same tokens: ``decode.py``) and scored by sacreBLEU,
-on what SentencePiece makes plain text again. They differ in their random numbers of dropout, too: what counts
-is whether the means are further apart than seeds are.
+The model is trained with each seed on the plain path (fairseq's Adam and loss) and on the fast path. The test
+set is translated with beam 4, on the fast path for both: it gives the same tokens as the plain path
+(``decode.py``). sacreBLEU scores the detokenised text. The two paths draw different random numbers for
+dropout, so compare the difference of the means with the deviation over seeds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from contenders import (
-    ONLY_LAST,
+    LAST_CHECKPOINT_ONLY,
     SIZES,
     USER_DIR,
     child_environment,
@@ -26,7 +26,7 @@ from contenders import (
     output_of,
     training_flags,
 )
-from results import Run, add_common_flags, positive, settle_common_flags
+from results import Run, add_common_flags, normalise_common_flags, positive
 
 from surface_fusion.io.lines import split_lines
 from surface_fusion.scoring import Score, parse_generate_output, score_text
@@ -35,7 +35,7 @@ from surface_fusion.scoring import Score, parse_generate_output, score_text
 def bleu(
     contender: str, seed: int, data: Path, folder: Path, device: int | None, args: argparse.Namespace
 ) -> Score:
-    """Train in *folder*, translate and score."""
+    """Train in *folder*, translate the test set and return its BLEU."""
     flags = training_flags(
         *(contender, data),
         size=args.size,
@@ -45,7 +45,7 @@ def bleu(
         cpu=args.cpu,
     )
     flags += ["--seed", str(seed), "--warmup-updates", str(args.updates // 4), "--dropout", "0.1"]
-    flags += ["--max-update", str(args.updates), *ONLY_LAST, "--save-dir", str(folder)]
+    flags += ["--max-update", str(args.updates), *LAST_CHECKPOINT_ONLY, "--save-dir", str(folder)]
     environment = child_environment(device)
     output_of([sys.executable, "-m", "fairseq_cli.train", *flags], environment)
     flags = [str(data), "--path", str(folder / "checkpoint_last.pt"), "--beam", "4", "--batch-size", "64"]
@@ -53,9 +53,9 @@ def bleu(
     flags += ["--model-overrides", repr({"sf_plain": False})]
     flags += ["--cpu"] if args.cpu else []
     flags += ["--fp16"] if args.dtype == ["fp16"] else []
-    printed = output_of([sys.executable, "-m", "fairseq_cli.generate", *flags], environment)
-    found = parse_generate_output(split_lines(printed))
-    return score_text(found.text, found.tokenised_references)[0]
+    output = output_of([sys.executable, "-m", "fairseq_cli.generate", *flags], environment)
+    generated = parse_generate_output(split_lines(output))
+    return score_text(generated.text, generated.tokenised_references)[0]
 
 
 def main() -> None:
@@ -63,17 +63,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="of fairseq-preprocess")
-    parser.add_argument("--updates", type=positive, metavar="N", help="of each training; default: 1500")
+    parser.add_argument("data", type=Path, nargs="?", metavar="DATA-BIN", help="output of fairseq-preprocess")
+    parser.add_argument("--updates", type=positive, metavar="N", help="updates per training; default: 1500")
     parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="default: 4096")
-    parser.add_argument("--size", choices=SIZES, help="of the model; default: demo, that of the quick start")
+    parser.add_argument("--size", choices=SIZES, help="size of the model; default: demo, the demo's")
     parser.add_argument(
-        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, over all GPUs"
+        "--jobs", type=positive, default=1, metavar="N", help="trainings at once, spread over the GPUs"
     )
     add_common_flags(parser, "quality", contenders=("plain", "fast"), dtypes="one")
     args = parser.parse_args()
-    settle_common_flags(args, "quality")
+    normalise_common_flags(args, "quality")
     args.updates = args.updates or (4 if args.quick else 1500)
     args.max_tokens = args.max_tokens or (800 if args.quick else 4096)
     args.size = args.size or ("tiny" if args.quick else "demo")
@@ -94,12 +94,12 @@ def main() -> None:
             run.add("quality", contender, {**setting, "seed": seed}, score.value, "BLEU")
             return score
 
-        found = on_gpus(measure, keys, at_once=args.jobs)
-        for (contender, _), score in zip(keys, found, strict=True):
+        scores = on_gpus(measure, keys, at_once=args.jobs)
+        for (contender, _), score in zip(keys, scores, strict=True):
             values[contender].append(score.value)
-    for contender, several in values.items():
-        spread = f" ± {statistics.stdev(several):.2f}" if len(several) > 1 else ""
-        print(f"{contender}: {statistics.mean(several):.2f}{spread} (n={len(several)}, {score.signature})")
+    for contender, bleus in values.items():
+        deviation = f" ± {statistics.stdev(bleus):.2f}" if len(bleus) > 1 else ""
+        print(f"{contender}: {statistics.mean(bleus):.2f}{deviation} (n={len(bleus)}, {score.signature})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The measurements' table: one CSV in long format that every script of this folder appends to."""
+"""The CSV tables of measurements: all scripts of this folder append rows of this format."""
 
 import argparse
 import csv
@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 import torch
 
+from surface_fusion.io.atomic_write import write_text
+
 RESULTS = Path(__file__).parent / "results"
 CONTENDERS = ("fairseq", "plain", "fast")
-"""fairseq's Transformer; surface fusion without, and with its fast paths."""
+"""What is compared: fairseq's Transformer, surface fusion without the fast paths, and with them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Row:
     """One measurement; the columns of the CSV."""
 
     run: str
-    """What has the same id was measured in one run of one script."""
+    """Id of the run of the script that measured it."""
     table: str
     contender: str
     setting: str
@@ -33,7 +35,7 @@ class Row:
     value: float
     unit: str
     n: int
-    """Measurements behind *value*, their median."""
+    """Number of measurements; *value* is their median."""
     hardware: str
     torch: str
     date: str
@@ -43,18 +45,18 @@ COLUMNS = [column.name for column in fields(Row)]
 
 
 def setting_of(settings: Mapping[str, object]) -> str:
-    """*settings* in their order, as one cell."""
+    """Write *settings* as one cell, in their order."""
     return ";".join(f"{key}={value}" for key, value in settings.items())
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a CSV of this kind.
+    """Read the rows of the CSV at *path*.
 
     Raises:
-        SystemExit: *path* is missing, or has other columns.
+        SystemExit: *path* does not exist or has other columns.
     """
     if not path.is_file():
-        raise SystemExit(f"{path} is no file; give a CSV that one of these scripts wrote")
+        raise SystemExit(f"{path} is not a file; give a CSV that one of these scripts wrote")
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:
@@ -66,22 +68,18 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add *rows* to the CSV at *path*, which is whole at any time: written beside it and renamed."""
-    kept = read_rows(path) if path.exists() else []
+    """Append *rows* to the CSV at *path* atomically."""
+    earlier = read_rows(path) if path.exists() else []
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in [*kept, *rows])
+    writer.writerows(asdict(row) for row in [*earlier, *rows])
     path.parent.mkdir(parents=True, exist_ok=True)
-    from surface_fusion.io.atomic_write import (
-        write_text,  # not sooner: importing it changes fairseq, a contender
-    )
-
     write_text(path, text.getvalue())
 
 
 def machine(cpu: bool, device: int | None = None) -> dict[str, str]:
-    """What a row says of where it was measured: GPU number *device* (None: the first), or the CPU's cores."""
+    """Describe this machine for a row: GPU number *device* (None: the first), or the CPU and its cores."""
     if cpu:
         cpuinfo = Path("/proc/cpuinfo")
         lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -93,16 +91,16 @@ def machine(cpu: bool, device: int | None = None) -> dict[str, str]:
     return {"hardware": hardware, "torch": torch.__version__}
 
 
-def together(names: Iterable[str]) -> str:
-    """Different *names* as one cell, in the order in which they come."""
+def join_names(names: Iterable[str]) -> str:
+    """Join the distinct *names* to one cell, in order of first appearance."""
     return " + ".join(dict.fromkeys(names))
 
 
 class Run:
-    """One run of a script: gives its rows what they share, saves each at once, compares them at the end.
+    """One run of a script: saves each row when it is measured, and compares the rows at the end.
 
     Args:
-        script: its name, the beginning of the run's id.
+        script: name of the script, the beginning of the run's id.
         out: the CSV, or None to save nothing.
         cpu: whether the CPU is measured.
     """
@@ -116,7 +114,7 @@ class Run:
         self.rows: list[Row] = []
         self._lock = threading.Lock()
         if out is not None and out.exists():
-            read_rows(out)  # complain now, not after the first measurement
+            read_rows(out)  # raises for a wrong file before the first measurement
 
     def add(
         self,
@@ -129,7 +127,17 @@ class Run:
         *,
         machine: Mapping[str, str] | None = None,
     ) -> None:
-        """Keep, save and print one measurement, made on *machine* if that is not ours."""
+        """Save and print one measurement.
+
+        Args:
+            table: name of the table.
+            contender: what was measured.
+            settings: with which settings.
+            value: the median of the measurements.
+            unit: of *value*.
+            n: number of measurements.
+            machine: where it was measured; default: this machine.
+        """
         setting = setting_of(settings)
         shared = {**(machine or self.machine), "date": self.date}
         row = Row(self.id, table, contender, setting, float(f"{value:.6g}"), unit, n, **shared)
@@ -140,28 +148,28 @@ class Run:
         print(f"{table:8s}{contender:15s}{_rounded(value)} {unit:11s}{setting}  (n={n})", flush=True)
 
     def print_table(self) -> None:
-        """One line for each setting: all contenders, and what each is relative to fairseq."""
-        for text in comparison(self.rows):
-            print(text)
+        """Print the values of all contenders for each setting, and their ratios to fairseq's."""
+        for line in comparison(self.rows):
+            print(line)
         if self.out is not None:
             print(f"run {self.id}: {len(self.rows)} rows appended to {self.out}")
 
 
 def comparison(rows: Iterable[Row]) -> list[str]:
-    """Lines that set the contenders side by side; the first other than ``floor`` counts as 1.00 x."""
+    """Format a table with a column per contender; ratios are to the first one other than ``floor``."""
     cells: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows:
         cells.setdefault((row.table, row.unit, row.setting), {})[row.contender] = row.value
-    names = [name for name in (*CONTENDERS, "floor") if any(name in found for found in cells.values())]
-    lines, table = [], None
-    for (now, unit, setting), found in sorted(cells.items(), key=lambda item: item[0][:2]):
-        if (now, unit) != table:
-            table = now, unit
-            lines += ["", f"{now} ({unit})" + "".join(f"{name:>22s}" for name in names)]
-        base = next((found[name] for name in CONTENDERS if name in found), None)
-        line = f"{setting}\n" + " " * (len(now) + len(unit) + 3)
+    names = [name for name in (*CONTENDERS, "floor") if any(name in values for values in cells.values())]
+    lines, heading = [], None
+    for (table, unit, setting), values in sorted(cells.items(), key=lambda item: item[0][:2]):
+        if (table, unit) != heading:
+            heading = table, unit
+            lines += ["", f"{table} ({unit})" + "".join(f"{name:>22s}" for name in names)]
+        base = next((values[name] for name in CONTENDERS if name in values), None)
+        line = f"{setting}\n" + " " * (len(table) + len(unit) + 3)
         for name in names:
-            value = found.get(name)
+            value = values.get(name)
             ratio = f"{value / base:.2f} x" if value is not None and base else ""
             line += f"{'-' if value is None else _rounded(value)}{ratio:>9s}".rjust(22)
         lines.append(line)
@@ -175,21 +183,21 @@ def _rounded(value: float) -> str:
 
 
 def positive(text: str) -> int:
-    """A number on the command line of which there must be at least one."""
+    """Parse an integer of the command line that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number of at least 1")
     return int(text)
 
 
 def probability(text: str) -> float:
-    """A number on the command line from 0 up to below 1."""
+    """Parse a number of the command line in [0, 1)."""
     if not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number from 0 up to below 1")
+        raise argparse.ArgumentTypeError(f"{text}: give a number in [0, 1)")
     return float(text)
 
 
-def rate(text: str) -> float:
-    """A number on the command line above 0."""
+def learning_rate(text: str) -> float:
+    """Parse a number of the command line above 0."""
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
     return float(text)
@@ -202,17 +210,21 @@ def add_common_flags(
     contenders: Sequence[str] = CONTENDERS,
     dtypes: Literal["several", "one", "fp32"] = "several",
 ) -> None:
-    """``-o``, ``--quick``, ``--cpu`` of every script; ``--dtype`` and ``--contender`` if there is a choice.
+    """Add the flags of every script: ``-o``, ``--quick``, ``--cpu``, ``--dtype`` and ``--contender``.
 
     Args:
-        contenders: those compared unless the user names others; empty if there is nothing to name.
-        dtypes: how many a run can have, or the only one.
+        parser: the script's parser.
+        name: the script's table.
+        contenders: default of ``--contender``; if empty, the script has no such flag.
+        dtypes: how many values ``--dtype`` takes; ``fp32`` if the script has no such flag.
     """
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="CSV", help=f"appended to (default: {RESULTS.name}/{name}.csv)"
+        "-o", "--out", type=Path, metavar="CSV", help=f"file to append to; default: {RESULTS.name}/{name}.csv"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work? Saves only with -o")
-    parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to test the script; saves nothing without -o"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     if dtypes == "fp32":
         parser.set_defaults(dtype=[dtypes])
     else:
@@ -226,8 +238,8 @@ def add_common_flags(
         parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(contenders))
 
 
-def settle_common_flags(args: argparse.Namespace, name: str, *, trains: bool = True) -> None:
-    """Fill in what was left to the machine, which *trains* something or does not."""
+def normalise_common_flags(args: argparse.Namespace, name: str, *, trains: bool = True) -> None:
+    """Set the defaults that depend on the machine; *trains*: whether the script trains a model."""
     args.cpu = args.cpu or not torch.cuda.is_available()
     args.dtype = args.dtype or ["fp32" if args.cpu else "fp16"]
     if trains and args.cpu and "fp16" in args.dtype:

@@ -1,4 +1,8 @@
-"""The steady state of a training step: fairseq's trainer takes the same few batches over and over."""
+"""Measure the steady state of training: a trainer repeats updates on the same few batches.
+
+The trainer is that of ``fairseq-train``: a ``SurfaceFusionTrainer`` for a SurfaceFusion model without
+``--sf-plain``, otherwise fairseq's own.
+"""
 
 import gc
 import itertools
@@ -14,29 +18,31 @@ from fairseq.data.iterators import BufferedIterator, CountingIterator, GroupedIt
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
+from surface_fusion.training.trainer import SurfaceFusionTrainer
+
 BATCHES = 6
-"""Different ones, drawn from all."""
+"""Number of batches, drawn at random."""
 
 
-def be_quiet() -> None:
-    """No log of the trainings, which is much and the same each time."""
+def silence_logs() -> None:
+    """Show only errors of fairseq, and warnings of this package."""
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     logging.getLogger("surface_fusion").setLevel(logging.WARNING)
 
 
 def training_data(task: Any) -> FairseqDataset:
-    """The real one, for :func:`build`."""
+    """Load the training set, for :func:`build_trainer`."""
     task.load_dataset("train")
     dataset: FairseqDataset = task.dataset("train")
     return dataset
 
 
-def build(
+def build_trainer(
     flags: Sequence[str], max_tokens: int, dataset_of: Callable[[Any], FairseqDataset]
 ) -> tuple[Trainer, list[Any]]:
-    """fairseq's trainer as the command line *flags* builds it, and batches of ``dataset_of(task)``."""
+    """Build the trainer of the command line *flags*, and batches of ``dataset_of(task)``."""
     args = options.parse_args_and_arch(options.get_training_parser(), list(flags))
-    args.tpu = False  # fairseq takes --bf16 for a TPU
+    args.tpu = False  # fairseq sets it with --bf16
     cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(cfg.common.seed)
     task = tasks.setup_task(cfg.task)
@@ -47,25 +53,25 @@ def build(
     return trainer, list(itertools.islice(batches, BATCHES))
 
 
-def again_and_again(batches: Sequence[Any], passes: int) -> Iterator[list[Any]]:
-    """What each update of so many *passes* over *batches* gets, from the buffer of fairseq's trainings.
-
-    There the plugin finds an update's batch before its turn.
-    """
-    buffered: Any = BufferedIterator(len(batches), list(batches) * passes)
-    buffered.fast_training = True  # as that of a training; other trainers do not ask
-    return iter(GroupedIterator(CountingIterator(buffered), 1))
+def repeated(trainer: Trainer, batches: Sequence[Any], passes: int) -> Iterator[list[Any]]:
+    """Yield the batch of each update in *passes* over *batches*, from a data buffer as in a training."""
+    buffer = BufferedIterator(len(batches), list(batches) * passes)
+    if isinstance(trainer, SurfaceFusionTrainer):
+        trainer._buffer = buffer  # begin_epoch sets it in a training; forward prefetch reads it
+    return iter(GroupedIterator(CountingIterator(buffer), 1))
 
 
-def rates(trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, cpu: bool) -> list[float]:
-    """Target tokens a second in each of *passes* over *batches*, after *warm_up* others.
+def tokens_per_second(
+    trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, cpu: bool
+) -> list[float]:
+    """Measure target tokens per second in each of *passes* over *batches*, after *warm_up* passes.
 
     Raises:
-        torch.OutOfMemoryError: they do not fit.
+        torch.OutOfMemoryError: a batch does not fit into the memory.
     """
     tokens = sum(int(batch["ntokens"]) for batch in batches)
-    updates = again_and_again(batches, warm_up + passes)
-    found = []
+    updates = repeated(trainer, batches, warm_up + passes)
+    speeds = []
     for i in range(warm_up + passes):
         start = time.perf_counter()
         for samples in itertools.islice(updates, len(batches)):
@@ -73,12 +79,12 @@ def rates(trainer: Trainer, batches: Sequence[Any], warm_up: int, passes: int, c
         if not cpu:
             torch.cuda.synchronize()
         if i >= warm_up:
-            found.append(tokens / (time.perf_counter() - start))
-    return found
+            speeds.append(tokens / (time.perf_counter() - start))
+    return speeds
 
 
-def forget(cpu: bool) -> None:
-    """Give back the memory of a trainer that nobody holds any more, before the next is measured."""
+def free_memory(cpu: bool) -> None:
+    """Free the memory of trainers that are no longer referenced."""
     gc.collect()
     if not cpu:
         torch.cuda.empty_cache()

@@ -2,8 +2,8 @@
 
     python plot_curve.py LOG [LOG ...] -o CURVE.png
 
-LOG is what ``fairseq-train --log-format json`` or ``fairseq-hydra-train`` printed; a resumed training appends
-to it.
+LOG is the output of ``fairseq-train --log-format json`` or ``fairseq-hydra-train``; a resumed training
+appends to it.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from surface_fusion.io.atomic_write import atomic_write
 
 
 def read(log: Path, subset: str) -> list[tuple[int, float]]:
-    """(update, loss in bits per token) of *subset* (``train`` or ``valid``); a later line wins.
+    """Return pairs of update and loss in bits per token of *subset* (``train`` or ``valid``).
 
-    Of the distribution made to sum to 1, where it does not by itself and the log has that. The averages of
-    an epoch (``train_...``) are left out.
+    If the log has a normalised loss, that is used. If an update occurs twice, the later line is used. The
+    averages of an epoch (``train_...``) are ignored.
     """
     prefix = "valid_" if subset == "valid" else ""
     curve = {}
@@ -36,7 +36,7 @@ def read(log: Path, subset: str) -> list[tuple[int, float]]:
 
 
 def draw(logs: list[Path], out: Path) -> None:
-    """Write the picture to *out* (PNG or SVG by its name)."""
+    """Write the figure to *out*, a PNG or SVG file by its name."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     names = []
     for i, log in enumerate(logs):
@@ -46,7 +46,7 @@ def draw(logs: list[Path], out: Path) -> None:
             if not points:
                 raise SystemExit(f"{log} has no {label} losses; was it written with --log-format json?")
             axes.plot(*zip(*points, strict=True), style, color=f"C{i}", markersize=4, label=label)
-            names.append(name + label)  # which matplotlib would leave out if it begins with an underscore
+            names.append(name + label)  # set below: matplotlib hides labels that begin with an underscore
     axes.set_xlabel("updates")
     axes.set_ylabel("negative log-likelihood (bits per token)")
     axes.set_title("Learning curve")

@@ -1,9 +1,10 @@
-"""Show a training in short lines, from fairseq's JSON log on standard input.
+"""Print the progress of a training in short lines, from fairseq's JSON log on standard input.
 
     surface-fusion train ... --log-format json | python progress.py --updates 1240
 
-Losses are negative log-likelihoods in bits per token, as in fairseq's log and the learning curve; of hard
-fusion, whose probabilities sum to less than 1, the normalised ones. Warnings and errors are shown whole.
+Losses are negative log-likelihoods in bits per token, as in fairseq's log and the learning curve. For hard
+fusion, whose probabilities sum to less than 1, they are normalised. Warnings and errors are printed
+unchanged.
 """
 
 import argparse
@@ -13,8 +14,8 @@ import sys
 from typing import Any
 
 
-def shown(line: str, updates: int) -> str | None:
-    """What a user wants to see of *line* of a training of *updates* updates; None if nothing."""
+def progress(line: str, updates: int) -> str | None:
+    """Return what to print for a *line* of the log of a training of *updates* updates; None for nothing."""
     if " | WARNING | " in line or " | ERROR | " in line:
         return line.rstrip("\n")
     start = line.find('{"epoch": ')
@@ -23,13 +24,13 @@ def shown(line: str, updates: int) -> str | None:
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
             done = int(stats[f"{prefix}num_updates"])
             loss = float(stats.get(f"{prefix}normalized_nll_loss", stats[f"{prefix}nll_loss"]))
-            place = f"{done:{len(str(updates))}} of {updates} updates, epoch {stats['epoch']}"
-            return f"{place}: {name} loss {loss:.2f}{_time_left(stats, updates - done)}"
+            position = f"{done:{len(str(updates))}} of {updates} updates, epoch {stats['epoch']}"
+            return f"{position}: {name} loss {loss:.2f}{_time_left(stats, updates - done)}"
     return None
 
 
 def _time_left(stats: dict[str, Any], updates: int) -> str:
-    """By the speed of the last few updates."""
+    """Estimate the remaining time from the speed of the last few updates."""
     speed = float(stats.get("ups", 0))
     if speed <= 0 or updates <= 0:
         return ""
@@ -42,11 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--updates", type=int, required=True, metavar="N", help="of the whole training")
+    parser.add_argument("--updates", type=int, required=True, metavar="N", help="updates of the training")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training, whose end is ours, answers Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training, and thus standard input
     for line in sys.stdin:
-        if (text := shown(line, args.updates)) is not None:
+        if (text := progress(line, args.updates)) is not None:
             print(text, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Learn a joint sentencepiece model and cut a parallel corpus into its pieces.
+"""Learn a joint sentencepiece model and segment a parallel corpus with it.
 
     python segment.py DATA OUT --langs en ro --vocab-size 4000
 
-Reads DATA/{train,valid,test}.LANG (plain text), writes OUT/spm.model and OUT/{train,valid,test}.LANG.
-The same text gives the same pieces.
+Reads DATA/{train,valid,test}.LANG (plain text) and writes OUT/spm.model and OUT/{train,valid,test}.LANG. The
+result is deterministic.
 """
 
 import argparse
@@ -22,13 +22,13 @@ def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.Sent
     """Train a unigram model without special symbols (fairseq's dictionary has its own).
 
     Raises:
-        ValueError: sentencepiece refuses *vocab_size*; the message says why.
+        ValueError: sentencepiece rejects *vocab_size*; the message gives the reason.
     """
-    trained = io.BytesIO()
+    written = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             input=[str(text) for text in texts],
-            model_writer=trained,
+            model_writer=written,
             vocab_size=vocab_size,
             character_coverage=1.0,
             unk_id=0,
@@ -39,15 +39,15 @@ def learn(texts: list[Path], model: Path, vocab_size: int) -> sentencepiece.Sent
             minloglevel=2,
         )
     except RuntimeError as error:
-        # After the place in sentencepiece's source.
+        # Without the position in sentencepiece's source that precedes the message.
         raise ValueError(str(error).splitlines()[0].rpartition("] ")[2]) from None
     with atomic_write(model) as file:
-        file.write(trained.getvalue())
+        file.write(written.getvalue())
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, text: Path, out: Path) -> None:
-    """Write *text* in pieces to *out*, line by line; a line ends at a line feed and nowhere else."""
+    """Write the pieces of each line of *text* to *out*; only a line feed ends a line."""
     lines = read_lines(text)
     write_text(out, "".join(" ".join(pieces) + "\n" for pieces in processor.encode(lines, out_type=str)))
 

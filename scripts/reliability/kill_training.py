@@ -25,6 +25,7 @@ Writes a CSV with one row per kill to ``-o``, and a summary next to it.
 
 import argparse
 import csv
+import io
 import logging
 import os
 import random
@@ -78,7 +79,7 @@ class Kill:
     """A row of the CSV."""
 
     setting: str
-    """How the data is read: a key of ``SETTINGS``."""
+    """Data workers and retention: a key of ``SETTINGS``."""
     started: str
     """``fork`` or ``command``."""
     training: int
@@ -106,7 +107,7 @@ class Process:
 
     def __init__(self, argv: Sequence[str], log: Path, command: bool) -> None:
         self.log = log
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         with open(log, "wb") as out:
             if command:
                 run = [sys.executable, "-m", "surface_fusion", *argv]
@@ -133,12 +134,12 @@ class Process:
         return self.status
 
     def kill(self) -> bool:
-        """Send SIGKILL to the training but not to its data workers; return False if it had ended before."""
+        """Kill the training, but not its data workers, with SIGKILL; return False if it had ended before."""
         if not self.ended():
             os.kill(self.pid, signal.SIGKILL)
         return self.wait() == -signal.SIGKILL
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the log."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
@@ -165,10 +166,10 @@ class Experiment:
         self.work, self.setting, self.command, self.rng = work, setting, command, rng
         self.argv = ["train", str(data), *TRAIN, *SETTINGS[setting], "--save-dir"]
         self.reference = self._folder("reference")
-        whole = self._start(self.reference)
-        if whole.wait() != 0:
-            raise Failure(f"the uninterrupted training failed:\n{whole.said()[-3000:]}")
-        self.duration = time.monotonic() - whole.began
+        process = self._start(self.reference)
+        if process.wait() != 0:
+            raise Failure(f"the uninterrupted training failed:\n{process.output()[-3000:]}")
+        self.duration = time.monotonic() - process.start
         self.finished = 0
 
     def _folder(self, name: str) -> Path:
@@ -196,11 +197,11 @@ class Experiment:
             finally:
                 process.kill()  # if this script is interrupted
             if killed is None and process.status != 0:
-                raise Failure(f"a start ended with status {process.status}:\n{process.said()[-3000:]}")
+                raise Failure(f"a start ended with status {process.status}:\n{process.output()[-3000:]}")
             if killed is not None and last_update(folder) == UPDATES:
                 killed.next_start = "none: all was saved before the kill"
             if kill is not None:
-                kill.next_start = where_it_went_on(process.said(), had_checkpoint)
+                kill.next_start = resumed_from(process.output(), had_checkpoint)
                 yield kill
             kill = killed
             if kill is None or kill.next_start:
@@ -218,11 +219,11 @@ class Experiment:
         """
         aimed = self.rng.choice(("any", "saving"))
         wait_until(process, folder, aimed, self.rng, self.duration)
-        seconds = time.monotonic() - process.began
+        seconds = time.monotonic() - process.start
         if not process.kill():
             return None
-        updates = re.findall(r'num_updates": "(\d+)"', process.said())
-        left = {name: of for name, of in temporaries(folder).items() if name not in before}
+        updates = re.findall(r'num_updates": "(\d+)"', process.output())
+        left = [target for name, target in temporaries(folder).items() if name not in before]
         return Kill(
             setting=self.setting,
             started="command" if self.command else "fork",
@@ -231,21 +232,21 @@ class Experiment:
             aimed=aimed,
             seconds=round(seconds, 3),
             update=max(map(int, updates), default=0),
-            writing=", ".join(sorted(left.values())),
+            writing=", ".join(sorted(left)),
         )
 
 
 def wait_until(process: Process, folder: Path, aimed: str, rng: random.Random, duration: float) -> None:
     """Wait until the time of the kill, or until *process* has ended."""
     if aimed == "any":
-        moment = process.began + rng.uniform(0, duration)
-        while time.monotonic() < moment and not process.ended():
+        kill_time = process.start + rng.uniform(0, duration)
+        while time.monotonic() < kill_time and not process.ended():
             time.sleep(0.005)
         return
-    known, seen, wanted = set(temporaries(folder)), 0, rng.randint(1, 9)
-    while seen < wanted and not process.ended():
+    known, count_of_new, last = set(temporaries(folder)), 0, rng.randint(1, 9)
+    while count_of_new < last and not process.ended():
         new = temporaries(folder).keys() - known
-        seen += len(new)
+        count_of_new += len(new)
         known |= new
         time.sleep(0.0005)
     time.sleep(rng.uniform(0, 0.004))
@@ -257,7 +258,7 @@ def temporaries(folder: Path) -> dict[str, str]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return {}
-    return {name: found[1] for name in names if (found := TEMPORARY.fullmatch(name))}
+    return {name: match[1] for name in names if (match := TEMPORARY.fullmatch(name))}
 
 
 def last_update(folder: Path) -> int:
@@ -268,7 +269,7 @@ def last_update(folder: Path) -> int:
     return int(torch.load(path, mmap=True)["optimizer_history"][-1]["num_updates"])
 
 
-def where_it_went_on(log: str, had_checkpoint: bool) -> str:
+def resumed_from(log: str, had_checkpoint: bool) -> str:
     """Return what a start logged about the checkpoint from which it resumed.
 
     Raises:
@@ -280,7 +281,7 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
         return f"{Path(loaded[1]).name}, {loaded[2]}"
     if "No existing checkpoint found" in log:
         if had_checkpoint:
-            raise Failure(f"a start began from scratch although there was a checkpoint:\n{log[-3000:]}")
+            raise Failure(f"a training started from scratch although it had a checkpoint:\n{log[-3000:]}")
         return "from the beginning: there was no checkpoint_last.pt yet"
     return "killed before it said so"
 
@@ -288,23 +289,25 @@ def where_it_went_on(log: str, had_checkpoint: bool) -> str:
 def compare(reference: Path, folder: Path) -> None:
     """Raise :class:`Failure` unless both folders hold the same checkpoints.
 
-    *folder* may also hold older ones, if they are whole: fairseq removes what the ``--keep-`` flags do not
-    keep after a save in the middle of an epoch; a training killed before that removes it after the next.
+    *folder* may also hold older ones, if they are complete: after a save in the middle of an epoch, fairseq
+    removes those that the ``--keep-`` flags do not keep. A training that is killed before removes them after
+    the next save.
     """
-    expected, found = (sorted(os.listdir(place)) for place in (reference, folder))
-    more = [name for name in found if name not in expected]
-    if not set(expected) <= set(found) or not all(re.fullmatch(r"checkpoint.*\d\.pt", name) for name in more):
-        raise Failure(f"files of the uninterrupted training: {expected}; of the killed one: {found}")
+    expected, actual = (sorted(os.listdir(path)) for path in (reference, folder))
+    additional = [name for name in actual if name not in expected]
+    all_checkpoints = all(re.fullmatch(r"checkpoint.*\d\.pt", name) for name in additional)
+    if not set(expected) <= set(actual) or not all_checkpoints:
+        raise Failure(f"files of the uninterrupted training: {expected}; of the killed one: {actual}")
     for name in expected:
-        one, other = (what_counts(torch.load(place / name)) for place in (reference, folder))
-        if difference := first_difference(one, other, name):
+        states = [compared_entries(torch.load(path / name)) for path in (reference, folder)]
+        if difference := first_difference(*states, name):
             raise Failure(f"{difference} differs in {folder}")
-    for name in more:
+    for name in additional:
         torch.load(folder / name)
 
 
-def what_counts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint without times and folder names."""
+def compared_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a checkpoint except times and folder names."""
     extra = state["extra_state"]
     return {
         "model": state["model"],
@@ -314,20 +317,20 @@ def what_counts(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def first_difference(one: Any, other: Any, name: str) -> Optional[str]:
-    """Return where two nested values differ; None if they are equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape and one.equal(other)
+def first_difference(a: Any, b: Any, name: str) -> Optional[str]:
+    """Return where two nested values differ, as a path that begins with *name*; None if they are equal."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and a.equal(b)
         return None if same else name
-    if isinstance(one, dict) and isinstance(other, dict):
-        if one.keys() != other.keys():
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
             return name
-        parts = ((one[key], other[key], f"{name} {key}") for key in one)
-        return next((found for part in parts if (found := first_difference(*part))), None)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        parts = ((a, b, f"{name} {i}") for i, (a, b) in enumerate(zip(one, other, strict=True)))
-        return next((found for part in parts if (found := first_difference(*part))), None)
-    return None if type(one) is type(other) and one == other else name
+        pairs = ((a[key], b[key], f"{name} {key}") for key in a)
+        return next(filter(None, (first_difference(*pair) for pair in pairs)), None)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        pairs = ((x, y, f"{name} {i}") for i, (x, y) in enumerate(zip(a, b, strict=True)))
+        return next(filter(None, (first_difference(*pair) for pair in pairs)), None)
+    return None if type(a) is type(b) and a == b else name
 
 
 def prepare(work: Path) -> Path:
@@ -341,44 +344,45 @@ def prepare(work: Path) -> Path:
     argv += ["--trainpref", str(work / "train"), "--validpref", str(work / "valid")]
     process = Process(argv, work / "preprocess.log", command=False)
     if process.wait() != 0:
-        raise Failure(process.said())
+        raise Failure(process.output())
     return data
 
 
-def save(out: Path, kills: Sequence[Kill], summary: str) -> None:
-    """Write the CSV and the summary."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", newline="") as text:
-        writer = csv.DictWriter(text, [field.name for field in fields(Kill)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, kills))
-        text.seek(0)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(out, text.read())
-    write_text(out.with_suffix(".txt"), summary)
+def save(out: Path, kills: Sequence[Kill], text: str) -> None:
+    """Write the CSV, and *text* next to it."""
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(Kill)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, kills))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, table.getvalue())
+    write_text(out.with_suffix(".txt"), text)
 
 
-def in_words(kills: Sequence[Kill], experiments: Sequence[Experiment], seconds: float) -> str:
-    """The summary."""
+def summary(kills: Sequence[Kill], experiments: Sequence[Experiment], seconds: float) -> str:
+    """Return a table with a row per experiment, and a line on all kills."""
     lines = [
-        f"{'setting':<12} {'started by':<10} kills  while saving  trainings that ended, all as uninterrupted"
+        f"{'setting':<12} {'started by':<10} kills  while saving  trainings equal to an uninterrupted one"
     ]
-    for e in experiments:
-        started = "command" if e.command else "fork"
-        of = [k for k in kills if (k.setting, k.started) == (e.setting, started)]
-        saving = sum(bool(k.writing) for k in of)
-        lines.append(f"{e.setting:<12} {started:<10} {len(of):>5}  {saving:>12}  {e.finished}")
-    saving = sum(bool(k.writing) for k in kills)
-    went_on = sum(" updates" in k.next_start for k in kills)
+    for experiment in experiments:
+        started = "command" if experiment.command else "fork"
+        selected = [kill for kill in kills if (kill.setting, kill.started) == (experiment.setting, started)]
+        saving = sum(bool(kill.writing) for kill in selected)
+        lines.append(
+            f"{experiment.setting:<12} {started:<10} {len(selected):>5}  {saving:>12}  {experiment.finished}"
+        )
+    saving = sum(bool(kill.writing) for kill in kills)
+    resumed = sum(" updates" in kill.next_start for kill in kills)
     lines.append(
-        f"{len(kills)} kills, {saving} of them while saving, in {seconds:.0f} s; the next start went on from "
-        f"a checkpoint {went_on} times, else began anew (none there yet) or was killed before it said so"
+        f"{len(kills)} kills, {saving} of them while saving, in {seconds:.0f} s; the next start resumed from "
+        f"a checkpoint {resumed} times, otherwise there was none yet or it was killed before it logged one"
     )
     return "\n".join(lines) + "\n"
 
 
 def run(args: argparse.Namespace, work: Path) -> None:
     """Kill trainings until there are enough kills of each kind, and write the results."""
-    began = time.monotonic()
+    start = time.monotonic()
     rng = random.Random(args.seed)
     data = prepare(work)
     logging.getLogger("hydra").setLevel(logging.WARNING)
@@ -388,7 +392,7 @@ def run(args: argparse.Namespace, work: Path) -> None:
     )
     kills: list[Kill] = []
     experiments = [Experiment(work, data, setting, False, rng) for setting in SETTINGS]
-    by_command = [Experiment(work, data, s, True, rng) for s in SETTINGS] if args.commands else []
+    by_command = [Experiment(work, data, name, True, rng) for name in SETTINGS] if args.commands else []
 
     def enough() -> bool:
         commands = sum(kill.started == "command" for kill in kills)
@@ -397,12 +401,12 @@ def run(args: argparse.Namespace, work: Path) -> None:
 
     for training in count(1):
         commands = sum(kill.started == "command" for kill in kills)
-        turn = by_command if commands < args.commands else experiments
-        for kill in turn[training % len(turn)].kills(training, enough):
+        candidates = by_command if commands < args.commands else experiments
+        for kill in candidates[training % len(candidates)].kills(training, enough):
             kills.append(kill)
             kill.kill = len(kills)
             print(*asdict(kill).values(), sep="\t", flush=True)
-        save(args.out, kills, in_words(kills, [*experiments, *by_command], time.monotonic() - began))
+        save(args.out, kills, summary(kills, [*experiments, *by_command], time.monotonic() - start))
         if enough():
             break
     print(args.out.with_suffix(".txt").read_text(encoding="utf-8"), end="")

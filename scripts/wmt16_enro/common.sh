@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the three scripts of this folder share; sourced by them, not run.
+# Functions of the three scripts of this folder, which source this file.
 
 clone=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
@@ -14,7 +14,7 @@ usage() {
     exit 0
 }
 
-# Set python: the active one if it has fairseq, else that of the environment that scripts/setup.sh makes.
+# Set python: the active one if it has fairseq, otherwise that of the environment of scripts/setup.sh.
 find_python() {
     export PYTHONPATH="$clone${PYTHONPATH:+:$PYTHONPATH}"
     for python in python python3 "${SURFACE_FUSION_VENV:-$clone/.venv}/bin/python"; do
@@ -35,12 +35,12 @@ split_direction() {
     esac
 }
 
-# Refuse an option that came without its value: need_value OPTION REMAINING_ARGUMENTS
+# need_value OPTION REMAINING_ARGUMENTS: exit if OPTION has no value.
 need_value() {
     [ "$2" -ge 2 ] || die "$1 needs a value"
 }
 
-# Refuse to go on where prepare.sh has not been.
+# need_data OUT: exit if prepare.sh has not run.
 need_data() {
     [ -f "$1/data-bin/dict.en.txt" ] || die "$1/data-bin is missing; run prepare.sh ARCHIVE $1 first"
 }

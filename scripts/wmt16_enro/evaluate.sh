@@ -3,10 +3,10 @@
 #
 #   evaluate.sh [OUT] [--direction en-ro|ro-en] [--vanilla] [--run NAME] [-- FAIRSEQ FLAGS]
 #
-# OUT, --direction, --vanilla, --run   as given to train.sh
-# FLAGS                                anything of fairseq-generate (--cpu, --fp16, --gen-subset valid, ...)
+# OUT, --direction, --vanilla, --run   as for train.sh
+# FLAGS                                flags of fairseq-generate (--cpu, --fp16, --gen-subset valid, ...)
 #
-# Writes OUT/checkpoints/RUN/generate.txt and prints the scores, each with what it is. One GPU (a minute or so for
+# Writes OUT/checkpoints/RUN/generate.txt and prints the scores with an explanation. Uses one GPU (about a minute for
 # the 1,999 test pairs) or the CPU.
 
 set -euo pipefail

@@ -3,15 +3,15 @@
 #
 #   prepare.sh ARCHIVE [OUT] [--workers N]
 #
-# ARCHIVE   wmt16.tar.gz, which you already have (https://github.com/nyu-dl/dl4mt-nonauto links to it; nothing is
-#           downloaded here). It holds tokenised text cut by one joint BPE:
+# ARCHIVE   wmt16.tar.gz, which you must download yourself (https://github.com/nyu-dl/dl4mt-nonauto links to it).
+#           It contains tokenised text segmented by a joint BPE:
 #           wmt16/en-ro/{train/corpus.bpe,dev/dev.bpe,test/test.bpe}.{en,ro}
-# OUT       where everything of this experiment goes; default: runs/wmt16_enro in the clone
+# OUT       folder of the experiment; default: runs/wmt16_enro in the clone
 # --workers processes that read the text; default: all cores, at most 20
 #
-# Writes OUT/wmt16 (the six text files) and OUT/data-bin (one joined dictionary; fairseq reads it in either
-# direction). Both appear only when they are complete; run again, it does nothing. No GPU. About 610 thousand
-# pairs: minutes on a few cores, about 1 GB of disk.
+# Writes OUT/wmt16 (the six text files) and OUT/data-bin (with a joined dictionary, for both directions). Both
+# appear only when they are complete; if they exist, the script does nothing. Needs no GPU, about 1 GB of disk and
+# some minutes on a few cores for the 610 thousand pairs.
 
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
@@ -33,13 +33,13 @@ while [ $# -gt 0 ]; do
     shift
 done
 out=${out:-$clone/runs/wmt16_enro}
-[ -n "$archive" ] || die "which archive? prepare.sh path/to/wmt16.tar.gz [OUT]"
+[ -n "$archive" ] || die "no archive given; use prepare.sh path/to/wmt16.tar.gz [OUT]"
 [ -f "$archive" ] || die "archive $archive does not exist"
 if [ -z "$workers" ]; then
     workers=$(getconf _NPROCESSORS_ONLN)
     [ "$workers" -le 20 ] || workers=20
 fi
-[[ $workers =~ ^[1-9][0-9]*$ ]] || die "--workers $workers: give a whole number from 1"
+[[ $workers =~ ^[1-9][0-9]*$ ]] || die "--workers $workers: give a whole number of at least 1"
 
 sum=$(cksum <"$archive")
 if [ -d "$out/data-bin" ]; then
@@ -55,7 +55,7 @@ wanted=()
 for text in train/corpus.bpe dev/dev.bpe test/test.bpe; do
     for lang in en ro; do
         name=wmt16/en-ro/$text.$lang
-        # Some tars write ./ before every name.
+        # In some archives, all names begin with ./
         member=$(grep -m 1 -x -e "$name" -e "\./$name" <<<"$members") || die "$archive lacks $name"
         wanted+=("$member")
     done

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Train the published model on what prepare.sh wrote, with the published flags, but for optimizer and criterion: the
-# same formulas, several times as fast.
+# Train the published model on the output of prepare.sh, with the published flags except for optimizer and criterion,
+# which compute the same formulas several times as fast.
 #
 #   train.sh [OUT] [--direction en-ro|ro-en] [--vanilla] [--gpus N] [--run NAME] [-- FAIRSEQ FLAGS]
 #
-# OUT          as given to prepare.sh; default: runs/wmt16_enro in the clone
+# OUT          as for prepare.sh; default: runs/wmt16_enro in the clone
 # --direction  en-ro (default) or ro-en
-# --vanilla    the plain Transformer that the paper compares with: the same flags without surface fusion
-# --gpus       1, 2, 4 or 8; default: all that torch sees; 0: the CPU, without --fp16 (for trying things out)
-# --run        name of this training; default: the direction, with -vanilla after it for the baseline
-# FLAGS        anything of fairseq-train; what is said here overrides the published value
+# --vanilla    the paper's baseline, a plain Transformer: the same flags without surface fusion
+# --gpus       1, 2, 4 or 8; default: all visible GPUs; 0: the CPU, without --fp16 (for tests)
+# --run        name of this training; default: the direction, followed by -vanilla for the baseline
+# FLAGS        flags of fairseq-train; they override the published values
 #
-# An update is 16,384 tokens whatever N: 2048 a GPU, summed over 8/N batches. 60,000 updates, 65 million
-# parameters. Writes OUT/checkpoints/RUN: three checkpoints of about 800 MB, and train.log. Run again, it goes on from
-# the last checkpoint (one is written after each epoch).
+# An update is 16,384 tokens for each N: 2048 per GPU and batch, summed over 8/N batches. 60,000 updates, 65 million
+# parameters. Writes OUT/checkpoints/RUN: three checkpoints of about 800 MB, and train.log. If it is run again, it
+# resumes from the last checkpoint (one is written after each epoch).
 
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
@@ -55,14 +55,14 @@ fi
 if [ -z "$vanilla" ]; then
     model=(--surfacefusion att --sf-gate 0.8 --sf-mode hard)
 else
-    # The default of the published code for every model; fairseq's is 0.
+    # The published code's default for all models; fairseq's is 0.
     model=(--attention-dropout 0.1)
 fi
 
 save=$out/checkpoints/$run
 mkdir -p "$save"
 exec > >(tee -a "$save/train.log") 2>&1
-# exec: a scheduler's signals reach the training itself.
+# exec, so that a scheduler's signals reach the training.
 exec "$python" -m surface_fusion train \
     "$out/data-bin" --source-lang "$src" --target-lang "$tgt" \
     --arch transformer_surface_fusion --share-all-embeddings \

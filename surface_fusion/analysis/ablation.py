@@ -19,16 +19,17 @@ from surface_fusion.encoder_fusion import LayerAttention, methods
 from surface_fusion.scoring import Score, score_text
 
 
-class Translated(NamedTuple):
-    """Translations and references as plain text, and the translations' tokens with their ends."""
+class Translations(NamedTuple):
+    """Translations of a split and their references, as plain text."""
 
     hypotheses: list[str]
     references: list[str]
     tokens: int
+    """Number of tokens in the translations, including ``</s>``."""
 
 
-class Ablated(NamedTuple):
-    """One line of the table; *layer* is ``none`` for the whole model."""
+class Ablation(NamedTuple):
+    """One row of the table; *layer* is ``none`` for the full model."""
 
     layer: str
     bleu: Score
@@ -37,7 +38,7 @@ class Ablated(NamedTuple):
 
 @contextlib.contextmanager
 def silenced(fusion: Any, state: int) -> Iterator[None]:
-    """Set the weight of state number *state* (0 is the first) in *fusion* to zero."""
+    """Set the weight of state number *state* (from 0) in *fusion* to zero inside the block."""
     if isinstance(fusion, LayerAttention):
         fusion.silenced.append(state)
         try:
@@ -46,10 +47,10 @@ def silenced(fusion: Any, state: int) -> Iterator[None]:
             fusion.silenced.remove(state)
         return
 
-    def without(_: Any, args: tuple[list[torch.Tensor]]) -> tuple[list[torch.Tensor]]:
+    def zero_state(_: Any, args: tuple[list[torch.Tensor]]) -> tuple[list[torch.Tensor]]:
         return ([torch.zeros_like(x) if n == state else x for n, x in enumerate(args[0])],)
 
-    hook = fusion.register_forward_pre_hook(without)
+    hook = fusion.register_forward_pre_hook(zero_state)
     try:
         yield
     finally:
@@ -57,52 +58,52 @@ def silenced(fusion: Any, state: int) -> Iterator[None]:
 
 
 def subword_marks(dictionary: Any) -> str | None:
-    """How the dictionary's subwords are joined, as ``--remove-bpe`` names it; None where they look whole."""
+    """Return the ``--remove-bpe`` value that joins the subwords of *dictionary*; None if it has no marks."""
     words = [dictionary[i] for i in range(dictionary.nspecial, len(dictionary))]
     if any(word.startswith("\u2581") for word in words):
         return "sentencepiece"
     return "@@ " if any(word.endswith("@@") for word in words) else None
 
 
-def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translated:
+def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translations:
     """Translate the split by beam search with length penalty 1."""
     generation = {"beam": beam, "lenpen": 1.0, "max_len_a": 1.2, "max_len_b": 10}
     generator = loaded.task.build_generator([loaded.model], OmegaConf.create(generation))
-    words = loaded.task.target_dictionary
+    dictionary = loaded.task.target_dictionary
     hypotheses, references, tokens = [], [], 0
     for batch in loaded.batches():
-        outputs = loaded.task.inference_step(generator, [loaded.model], batch)
-        for hypothesis, target in zip(outputs, batch["target"], strict=True):
-            hypotheses.append(words.string(hypothesis[0]["tokens"].cpu(), post_process))
-            references.append(words.string(target[target.ne(words.pad())].cpu(), post_process))
-            tokens += len(hypothesis[0]["tokens"])
-    return Translated(hypotheses, references, tokens)
+        nbest_lists = loaded.task.inference_step(generator, [loaded.model], batch)
+        for (best, *_), target in zip(nbest_lists, batch["target"], strict=True):
+            hypotheses.append(dictionary.string(best["tokens"].cpu(), post_process))
+            references.append(dictionary.string(target[target.ne(dictionary.pad())].cpu(), post_process))
+            tokens += len(best["tokens"])
+    return Translations(hypotheses, references, tokens)
 
 
-def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablated]:
-    """The whole model, then each layer silenced from the lowest up.
+def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablation]:
+    """Score the full model, then the model without each layer, from the lowest up.
 
     Raises:
         SurfaceFusionError: the model's fusion cannot leave a layer out.
     """
     fusion = getattr(loaded.model.encoder, "fusion", None)
     if fusion is None or not fusion.silenceable:
-        able = (name for name, method in methods().items() if method.silenceable)
-        raise loaded.inapplicable("can leave out a layer", able, "can")
+        silenceable = (name for name, method in methods().items() if method.silenceable)
+        raise loaded.inapplicable("can leave out a layer", silenceable, "can")
     states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
     first = loaded.encoder_layers - states + 1
     rows = []
     for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):
         layer = "none" if state is None else "Emb" if first + state == 0 else str(first + state)
         with contextlib.nullcontext() if state is None else silenced(fusion, state):
-            translated = translate(loaded, beam, post_process)
-        bleu = score_text(translated.hypotheses, translated.references)[0]
-        rows.append(Ablated(layer, bleu, translated.tokens))
+            translations = translate(loaded, beam, post_process)
+        bleu = score_text(translations.hypotheses, translations.references)[0]
+        rows.append(Ablation(layer, bleu, translations.tokens))
     return rows
 
 
-def change(value: float, base: float) -> float:
-    """Difference of *value* from *base* in percent."""
+def percent_change(value: float, base: float) -> float:
+    """Return the difference of *value* from *base* in percent of *base*; NaN if *base* is 0."""
     return 100 * (value / base - 1) if base else float("nan")
 
 
@@ -110,21 +111,21 @@ def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list
     """Write ``ablation.csv``, ``.png`` and ``.svg`` to the folder *out*."""
     if post_process is None:
         post_process = subword_marks(loaded.task.target_dictionary)
-    whole, *layers = ablate(loaded, beam, post_process)
+    full, *layers = ablate(loaded, beam, post_process)
     columns = ("silenced", "bleu", "bleu_change_percent", "tokens", "length_change_percent", "signature")
     rows = [
         (
-            *(row.layer, f"{row.bleu.value:.4f}", f"{change(row.bleu.value, whole.bleu.value):.2f}"),
-            *(row.tokens, f"{change(row.tokens, whole.tokens):.2f}", row.bleu.signature),
+            *(row.layer, f"{row.bleu.value:.4f}", f"{percent_change(row.bleu.value, full.bleu.value):.2f}"),
+            *(row.tokens, f"{percent_change(row.tokens, full.tokens):.2f}", row.bleu.signature),
         )
-        for row in (whole, *layers)
+        for row in (full, *layers)
     ]
     table = save_table(out / "ablation.csv", columns, rows)
     figure, axes = pyplot().subplots(1, 2, figsize=(7.5, 3), layout="constrained")
     names = [row.layer for row in layers]
     for ax, title, values in (
-        (axes[0], "BLEU, % change", [change(row.bleu.value, whole.bleu.value) for row in layers]),
-        (axes[1], "length, % change", [change(row.tokens, whole.tokens) for row in layers]),
+        (axes[0], "BLEU, % change", [percent_change(row.bleu.value, full.bleu.value) for row in layers]),
+        (axes[1], "length, % change", [percent_change(row.tokens, full.tokens) for row in layers]),
     ):
         ax.bar(names, values)
         ax.axhline(0, color="black", linewidth=0.8)

@@ -1,6 +1,7 @@
-"""Attention of each target token of a sentence pair to the source: surface attention and decoder attention.
+"""Attention of each target token of a sentence pair to the source.
 
-Weights over source tokens sum to 1 and are averaged over heads; the decoder's are those of its last layer.
+There are two: the surface attention, and the cross attention of the last decoder layer. The weights are
+averaged over heads; over the source tokens they sum to 1.
 """
 
 from pathlib import Path
@@ -15,7 +16,14 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class Alignment(NamedTuple):
-    """Weights T x S of one attention, with the words of both sides."""
+    """One attention over a sentence pair.
+
+    Attributes:
+        name: ``surface`` or ``decoder``.
+        weights: T x S.
+        source: the S source tokens.
+        target: the T target tokens.
+    """
 
     name: str
     weights: Tensor
@@ -25,22 +33,22 @@ class Alignment(NamedTuple):
 
 @torch.no_grad()
 def align(loaded: Loaded, sentence: int) -> list[Alignment]:
-    """The attentions of sentence number *sentence* (from 0) of the split, with its reference as the target.
+    """Compute the attentions of sentence *sentence* (from 0) of the split, with its reference as the target.
 
     Raises:
-        SurfaceFusionError: there is no such sentence.
+        SurfaceFusionError: *sentence* is out of range.
     """
     dataset = loaded.task.dataset(loaded.split)
     if not 0 <= sentence < len(dataset):
         raise SurfaceFusionError(
-            f"--sentence {sentence}: the {loaded.split} set has sentences 0 to {len(dataset) - 1}"
+            f"--sentence {sentence}: give 0 to {len(dataset) - 1}, the sentences of the {loaded.split} set"
         )
     device = next(loaded.model.parameters()).device
     inputs = dataset.collater([dataset[sentence]])
     target = inputs["target"][0]
     net = {name: x.to(device) for name, x in inputs["net_input"].items() if isinstance(x, Tensor)}
     decoder: Any = loaded.model.decoder
-    found: list[Alignment] = []
+    alignments: list[Alignment] = []
     surface: Any = getattr(decoder, "sf_attn", None)
     calls: list[Any] = []
     hook = surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else None
@@ -53,11 +61,11 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
     words = [loaded.task.target_dictionary[i] for i in target.tolist()]
     for query, key, _, mask, *_ in calls:
         weights = surface.weights(query, key, mask)[0].mean(0)
-        found.append(Alignment("surface", weights.cpu(), source, words))
-    own = extra["attn"][0]
-    if own is not None:
-        found.append(Alignment("decoder", own[0].float().cpu(), source, words))
-    return found
+        alignments.append(Alignment("surface", weights.cpu(), source, words))
+    cross_attention = extra["attn"][0]
+    if cross_attention is not None:
+        alignments.append(Alignment("decoder", cross_attention[0].float().cpu(), source, words))
+    return alignments
 
 
 def draw(loaded: Loaded, out: Path, sentence: int) -> list[Path]:
@@ -65,20 +73,20 @@ def draw(loaded: Loaded, out: Path, sentence: int) -> list[Path]:
     return save(align(loaded, sentence), out)
 
 
-def save(found: list[Alignment], out: Path) -> list[Path]:
-    """The files of :func:`draw`, of the attentions *found*."""
+def save(alignments: list[Alignment], out: Path) -> list[Path]:
+    """Write the table and the heat map of each of *alignments* to the folder *out*."""
     paths: list[Path] = []
-    for name, weights, source, target in found:
+    for name, weights, source, target in alignments:
         values = weights.tolist()
         rows = [
-            (i, word, j, other, f"{values[i][j]:.6g}")
-            for i, word in enumerate(target)
-            for j, other in enumerate(source)
+            (i, target_word, j, source_word, f"{values[i][j]:.6g}")
+            for i, target_word in enumerate(target)
+            for j, source_word in enumerate(source)
         ]
         columns = ("target_position", "target", "source_position", "source", "weight")
         paths.append(save_table(out / f"align_{name}.csv", columns, rows))
         figure = heat_map(
-            values[::-1],  # the first word on top
+            values[::-1],  # the first word at the top
             rows=target[::-1],
             columns=source,
             row_label="target",

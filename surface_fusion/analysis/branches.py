@@ -1,9 +1,10 @@
-"""Predictions of the softmax layer's two branches, for each token of the references.
+"""Predictions of the two branches of the softmax layer, for each token of the references.
 
-With the features h of the target branch and r of the surface branch, z = E h and s = E r
-(``models/decoder.py``), each token has the top words of z, s and the fused distribution, their probabilities
-of the reference's token, and the gate. The surface *decides* if the fused top word differs from the target
-branch's. It *copies* if its own top word is in the source sentence and is not a special symbol.
+The target branch has the features h and the logits z = E h, the surface branch the features r and the logits
+s = E r (``models/decoder.py``). For each token, the table has the most probable word under z, s and the
+fused distribution, the probability of the reference token under each, and the gate. The surface branch
+*decides* a token if the most probable word of the fused distribution differs from that of the target branch.
+It *copies* if its most probable word is in the source sentence and is not a special symbol.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ BRANCHES = ("fused", "target", "surface")
 
 
 class Token(NamedTuple):
-    """One target token; words are ids, probabilities those of the reference's token."""
+    """One target token; words are ids, probabilities are those of the reference token."""
 
     sentence: int
     position: int
@@ -40,7 +41,7 @@ class Token(NamedTuple):
 
 @torch.no_grad()
 def tokens(loaded: Loaded) -> Iterator[Token]:
-    """Every token of the split's references, in the order of its batches.
+    """Yield every token of the split's references, in the order of its batches.
 
     Raises:
         SurfaceFusionError: the model has no surface fusion.
@@ -48,31 +49,34 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
     decoder: Any = loaded.model.decoder
     if loaded.setting("surfacefusion") is None:
         raise SurfaceFusionError("the model has no --surfacefusion, so it has no branches to compare")
-    seen: list[tuple[Tensor, Tensor]] = []
+    branches: list[tuple[Tensor, Tensor]] = []
     fuse = decoder._fuse
 
-    def noted(h: Tensor, r: Tensor) -> Tensor:
-        seen.append((h, r))
+    def recording_fuse(h: Tensor, r: Tensor) -> Tensor:
+        branches.append((h, r))
         fused: Tensor = fuse(h, r)
         return fused
 
     source_ids = _source_ids(loaded.task.source_dictionary, loaded.task.target_dictionary)
-    decoder._fuse = noted
+    decoder._fuse = recording_fuse
     try:
         for batch in loaded.batches():
             fused = loaded.model.get_normalized_probs(loaded.model(**batch["net_input"]), log_probs=True)
-            yield from _of_batch(loaded, batch, source_ids, fused, *seen.pop())
+            yield from _tokens_of_batch(loaded, batch, source_ids, fused, *branches.pop())
     finally:
         del decoder._fuse
 
 
 def _source_ids(source: Any, target: Any) -> Tensor:
-    """For each word of the target dictionary its id in the source's, or -1; -1 for special symbols."""
+    """Map each id of the target dictionary to the word's id in the source dictionary.
+
+    Special symbols and words that are not in the source dictionary are mapped to -1.
+    """
     words = [target[i] for i in range(target.nspecial, len(target))]
     return torch.tensor([-1] * target.nspecial + [source.indices.get(word, -1) for word in words])
 
 
-def _of_batch(
+def _tokens_of_batch(
     loaded: Loaded, batch: Any, source_ids: Tensor, fused: Tensor, h: Tensor, r: Tensor
 ) -> Iterator[Token]:
     decoder: Any = loaded.model.decoder
@@ -83,63 +87,63 @@ def _of_batch(
     elif loaded.model.cfg.mode.gated:
         gate = h.new_full(h.shape[:2], loaded.model.cfg.sf_gate)
     target = batch["target"]
-    picked = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
-    first = [x.argmax(-1) for x in (fused, z, s)]
-    read = source_ids.to(h.device)[first[2]]
-    copies = (read[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
-    decides = first[0] != first[1]
+    p_reference = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
+    top_words = [x.argmax(-1) for x in (fused, z, s)]
+    surface_source_ids = source_ids.to(h.device)[top_words[2]]
+    copies = (surface_source_ids[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
+    decides = top_words[0] != top_words[1]
     for row, column in target.ne(loaded.task.target_dictionary.pad()).nonzero().tolist():
-        at = row, column
+        index = row, column
         yield Token(
             sentence=int(batch["id"][row]),
             position=column,
-            reference=int(target[at]),
-            fused=int(first[0][at]),
-            target=int(first[1][at]),
-            surface=int(first[2][at]),
-            p_fused=float(picked[0][at]),
-            p_target=float(picked[1][at]),
-            p_surface=float(picked[2][at]),
-            gate=None if gate is None else float(gate[at]),
-            decides=bool(decides[at]),
-            copies=bool(copies[at]),
+            reference=int(target[index]),
+            fused=int(top_words[0][index]),
+            target=int(top_words[1][index]),
+            surface=int(top_words[2][index]),
+            p_fused=float(p_reference[0][index]),
+            p_target=float(p_reference[1][index]),
+            p_surface=float(p_reference[2][index]),
+            gate=None if gate is None else float(gate[index]),
+            decides=bool(decides[index]),
+            copies=bool(copies[index]),
         )
 
 
-def summary(found: list[Token]) -> dict[str, float]:
-    """Means over all tokens."""
-    count = len(found)
-    gates = [token.gate for token in found if token.gate is not None]
+def summary(all_tokens: list[Token]) -> dict[str, float]:
+    """Return the means over *all_tokens*."""
+    count = len(all_tokens)
+    gates = [token.gate for token in all_tokens if token.gate is not None]
     return {
         "tokens": count,
-        "surface_decides": sum(token.decides for token in found) / count,
-        "surface_copies": sum(token.copies for token in found) / count,
+        "surface_decides": sum(token.decides for token in all_tokens) / count,
+        "surface_copies": sum(token.copies for token in all_tokens) / count,
         **({"gate": sum(gates) / len(gates)} if gates else {}),
         **{
-            f"right_{branch}": sum(getattr(token, branch) == token.reference for token in found) / count
+            f"right_{branch}": sum(getattr(token, branch) == token.reference for token in all_tokens) / count
             for branch in BRANCHES
         },
     }
 
 
 def write(loaded: Loaded, out: Path) -> list[Path]:
-    """Write ``branches.csv`` (a line a token) and ``branches_summary.csv`` to the folder *out*."""
+    """Write ``branches.csv`` (one row per token) and ``branches_summary.csv`` to the folder *out*."""
     return save(sorted(tokens(loaded)), loaded.task.target_dictionary, out)
 
 
-def save(found: list[Token], words: Any, out: Path) -> list[Path]:
-    """The files of :func:`write`, of the tokens *found*; *words* is the target dictionary."""
+def save(all_tokens: list[Token], dictionary: Any, out: Path) -> list[Path]:
+    """Write the two tables of *all_tokens*, whose words *dictionary* names, to the folder *out*."""
     rows = [
         (
             *(token.sentence, token.position),
-            *(words[i] for i in (token.reference, token.fused, token.target, token.surface)),
+            *(dictionary[i] for i in (token.reference, token.fused, token.target, token.surface)),
             *(f"{p:.6g}" for p in (token.p_fused, token.p_target, token.p_surface)),
             "" if token.gate is None else f"{token.gate:.6g}",
             *(int(token.decides), int(token.copies)),
         )
-        for token in found
+        for token in all_tokens
     ]
-    means = [(name, f"{value:.6g}") for name, value in summary(found).items()]
+    means = [(name, f"{value:.6g}") for name, value in summary(all_tokens).items()]
     return [
         save_table(out / "branches.csv", Token._fields, rows),
         save_table(out / "branches_summary.csv", ("what", "value"), means),

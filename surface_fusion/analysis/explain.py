@@ -1,7 +1,6 @@
 """Explain a translation token by token: the predictions of each branch and the attention to the source.
 
-Does for single sentences and their translations what ``analyse branches`` and ``analyse align`` do for a data
-set.
+These are the contents of ``analyse branches`` and ``analyse align``, for one sentence and its translation.
 """
 
 from pathlib import Path
@@ -17,7 +16,14 @@ DECIDES, COPIES = "*", "="
 
 
 def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded:
-    """A data set of one sentence and its translation: token ids that end in </s>."""
+    """Return a data set of one sentence and its translation.
+
+    Args:
+        model: a SurfaceFusion model or plain Transformer.
+        task: its translation task; the data set is added to it as split ``typed``.
+        source: token ids that end in ``</s>``.
+        target: token ids that end in ``</s>``.
+    """
     sizes = [[len(side)] for side in (source, target)]
     pair: Any = LanguagePairDataset(
         *([source], sizes[0], task.source_dictionary, [target], sizes[1], task.target_dictionary),
@@ -29,31 +35,34 @@ def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded
 
 
 def explain(loaded: Loaded, out: Path | None = None) -> list[str]:
-    """A table of the only sentence in *loaded*: a line a token, and one of what the marks mean.
+    """Return the lines of a table with a row per token of the only sentence in *loaded*.
 
-    With *out*, also ``branches.csv`` (with surface fusion), ``align_*.csv``, ``.png`` and ``.svg`` in that
-    folder, of the same passes of the model.
+    With surface fusion, the last line explains the marks.
+
+    Args:
+        loaded: from :func:`loaded_pair`.
+        out: folder to also write ``branches.csv`` (with surface fusion) and ``align_*`` to.
     """
-    words = loaded.task.target_dictionary
-    columns = {"token": [words[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}
+    dictionary = loaded.task.target_dictionary
+    columns = {"token": [dictionary[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}
     note = []
     if loaded.setting("surfacefusion") is not None:
         tokens = sorted(branches.tokens(loaded))
         if out is not None:
-            branches.save(tokens, words, out)
+            branches.save(tokens, dictionary, out)
         columns["p"] = [f"{token.p_fused:.2f}" for token in tokens]
         if tokens[0].gate is not None:
             columns["gate"] = [f"{token.gate:.2f}" for token in tokens]
-        columns["target branch"] = [words[token.target] for token in tokens]
-        # No word has a space in it, but one may end in a mark.
+        columns["target branch"] = [dictionary[token.target] for token in tokens]
+        # The space separates word and marks: a word contains none, but may end in such a character.
         columns["surface branch"] = [
-            f"{words[token.surface]} {DECIDES * token.decides}{COPIES * token.copies}".rstrip()
+            f"{dictionary[token.surface]} {DECIDES * token.decides}{COPIES * token.copies}".rstrip()
             for token in tokens
         ]
         decided, copied = (sum(getattr(t, name) for t in tokens) for name in ("decides", "copies"))
         note.append(
-            f"{DECIDES} the surface changed the likeliest token: {decided} of {len(tokens)}; "
-            f"{COPIES} it names a token of the source: {copied}"
+            f"{DECIDES} the surface branch changed the most probable token: {decided} of {len(tokens)}; "
+            f"{COPIES} its most probable token is in the source: {copied}"
         )
     attentions = align.align(loaded, 0)
     if out is not None:

@@ -11,14 +11,14 @@ from typing import Any
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import atomic_write, write_text
 
-LARGEST = 60
-"""Width and height of a figure in inches, at most."""
-LABEL = 0.18
-"""Inches per label of a row or column."""
+MAX_INCHES = 60
+"""Maximum width and height of a figure."""
+LABEL_INCHES = 0.18
+"""Size of the label of a row or column."""
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, without a display.
+    """Import and return matplotlib.pyplot, set up to draw without a display.
 
     Raises:
         SurfaceFusionError: matplotlib is not installed.
@@ -26,7 +26,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SurfaceFusionError("drawing needs matplotlib; pip install matplotlib") from error
+        raise SurfaceFusionError("drawing needs matplotlib; install it: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -41,7 +41,7 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
         path = stem.with_name(f"{stem.name}.{suffix}")
         metadata = {"Date": None} if suffix == "svg" else None
         with warnings.catch_warnings(), atomic_write(path) as file:
-            # A character that the font lacks is drawn as a box; the table has it.
+            # A character that the font lacks is drawn as a box; the table contains it.
             warnings.filterwarnings(
                 "ignore", r"(?s)(Glyph|Matplotlib currently does not support)", UserWarning
             )
@@ -52,7 +52,7 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
 
 
 def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write a CSV."""
+    """Write a CSV file and return its path."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -61,7 +61,7 @@ def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def save_text(path: Path, text: str) -> Path:
-    """Write *text* to *path*, whose folder is made."""
+    """Write *text* to *path*, create its folder if needed, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     return path
@@ -77,13 +77,20 @@ def heat_map(
     title: str = "",
     numbers: bool = True,
 ) -> Any:
-    """A figure of *values*, the first row at the bottom; *numbers* are written into its cells.
+    """Draw *values* as a heat map, the first row at the bottom.
 
-    Names are drawn as they are, without matplotlib's markup; where not all fit, every second, third, ...
+    Args:
+        values: a list per row.
+        rows: names of the rows. If not all fit, only every n-th is drawn. Not parsed as markup.
+        columns: names of the columns, drawn like those of the rows.
+        row_label: label of the vertical axis.
+        column_label: label of the horizontal axis.
+        title: title of the figure.
+        numbers: whether to write the values into the cells.
     """
     plt = pyplot()
-    width = min(LARGEST, max(3.2, 0.55 * len(columns) + 1.6))
-    height = min(LARGEST, max(2.4, 0.42 * len(rows) + 1.2))
+    width = min(MAX_INCHES, max(3.2, 0.55 * len(columns) + 1.6))
+    height = min(MAX_INCHES, max(2.4, 0.42 * len(rows) + 1.2))
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="Blues")
     rotation = 0 if max(map(len, columns)) < 4 else 60
@@ -96,7 +103,7 @@ def heat_map(
         middle = (image.norm.vmin + image.norm.vmax) / 2
         for i, row in enumerate(values):
             for j, value in enumerate(row):
-                if value == value:
+                if not math.isnan(value):
                     colour = "white" if value > middle else "black"
                     axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=axes)
@@ -104,11 +111,11 @@ def heat_map(
 
 
 def _ticks(names: Sequence[str], inches: float) -> tuple[range, list[str]]:
-    """Places and texts of as many labels as fit; characters that cannot be drawn are written as escapes."""
-    places = range(0, len(names), math.ceil(len(names) * LABEL / inches))
-    return places, [
+    """Return positions and texts of as many labels as fit; unprintable characters are escaped."""
+    positions = range(0, len(names), math.ceil(len(names) * LABEL_INCHES / inches))
+    return positions, [
         "".join(
             c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in names[i]
         )
-        for i in places
+        for i in positions
     ]

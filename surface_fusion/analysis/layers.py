@@ -1,9 +1,10 @@
 """Weights of the encoder layers in a fusion: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
 
-``layer_shares`` of the method defines them. Where they depend on the position, their mean over the data is
-drawn.
+The method's ``layer_shares`` computes them. If they depend on the position, their mean over the data is
+shown.
 """
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from surface_fusion.encoder_fusion import EncoderFusion, LayerAttention, methods
 
 
 class LayerWeights(NamedTuple):
-    """Weights of layers (rows, from layer 0 or 1) by the layer that reads them (columns), or NaN."""
+    """Weights of layers (rows, from layer 0 or 1) in the input of others (columns); NaN if not an input."""
 
     name: str
     values: Tensor
@@ -33,7 +34,7 @@ class LayerWeights(NamedTuple):
 
 @torch.no_grad()
 def layer_weights(loaded: Loaded) -> list[LayerWeights]:
-    """Weights of the layers in the model's fusion.
+    """Return the weights of the layers in the model's fusion.
 
     Raises:
         SurfaceFusionError: the fusion has no layer weights.
@@ -41,8 +42,8 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
     encoder, decoder = loaded.model.encoder, loaded.model.decoder
     fusion = getattr(encoder, "fusion", None) or getattr(encoder, "combination", None)
     if fusion is None or fusion.layer_shares is None:
-        able = (name for name, method in methods().items() if method.layer_shares is not None)
-        raise loaded.inapplicable("weighs layers", able, "do")
+        weighted = (name for name, method in methods().items() if method.layer_shares is not None)
+        raise loaded.inapplicable("weighs layers", weighted, "do")
     first = 1 - bool(loaded.setting("encoder_fusion_embedding"))
     if isinstance(fusion, EncoderFusion):
         return [LayerWeights("layers", _mean_shares(loaded)[:, None], first, "", ["weight"])]
@@ -63,7 +64,7 @@ def layer_weights(loaded: Loaded) -> list[LayerWeights]:
 
 
 def _mean_shares(loaded: Loaded) -> Tensor:
-    """Shares of the states: N; where they depend on the position, their mean over the source tokens."""
+    """Return the weights of the N states; if they depend on the position, their mean over source tokens."""
     encoder: Any = loaded.model.encoder
     total, count = torch.zeros(()), 0
     shares: list[Tensor] = []
@@ -86,7 +87,7 @@ def _mean_shares(loaded: Loaded) -> Tensor:
 
 
 def draw(loaded: Loaded, out: Path) -> list[Path]:
-    """Write ``layers.csv``, ``.png`` and ``.svg`` to the folder *out* (dlcl: of each stack)."""
+    """Write ``layers.csv``, ``.png`` and ``.svg`` to the folder *out*; for dlcl, one set per stack."""
     paths: list[Path] = []
     for table in layer_weights(loaded):
         values = table.values.tolist()
@@ -94,7 +95,7 @@ def draw(loaded: Loaded, out: Path) -> list[Path]:
             (layer, column, f"{value:.6g}")
             for layer, row in zip(table.layers, values, strict=True)
             for column, value in zip(table.columns, row, strict=True)
-            if value == value
+            if not math.isnan(value)
         ]
         paths.append(save_table(out / f"{table.name}.csv", ("layer", "read_by", "weight"), rows))
         figure = heat_map(

@@ -1,4 +1,4 @@
-"""Load a checkpoint with its task and the data to analyse it on."""
+"""Load a checkpoint with its task and a split of the data to analyse."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from surface_fusion.errors import SurfaceFusionError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its task, and the split of the data to read."""
+    """A model in evaluation mode, its task, and the split of the data to analyse."""
 
     model: Any
     task: Any
     split: str
 
     def setting(self, name: str) -> Any:
-        """A field of the model's configuration; None if fairseq's own model lacks it."""
+        """Return a field of the model's configuration; None if a model of fairseq lacks it."""
         return getattr(self.model.cfg, name, None)
 
     def inapplicable(self, what: str, able: Iterable[str], verb: str) -> SurfaceFusionError:
@@ -34,14 +34,14 @@ class Loaded:
 
     @property
     def encoder_layers(self) -> int:
-        """Without those that a method adds."""
+        """Number of encoder layers, not counting those that a fusion method adds."""
         return int(self.model.cfg.encoder.layers)
 
     def batches(self, max_tokens: int = 4000) -> Iterator[dict[str, Any]]:
-        """The split's sentences as fairseq collates them, where the model is.
+        """Yield the split in fairseq's batches, on the model's device.
 
-        A batch has at most *max_tokens* tokens, or as many as the longest sentence if that has more.
-        Sentences that are longer than the model's positions are left out, with a warning.
+        A batch has at most *max_tokens* tokens, or the length of the longest sentence if that is larger.
+        Sentences that exceed the model's positions are left out, with a warning.
         """
         device = next(self.model.parameters()).device
         dataset = self.task.dataset(self.split)
@@ -60,10 +60,10 @@ class Loaded:
 
 
 def load(checkpoint: str, data: str, split: str = "test", cpu: bool = False) -> Loaded:
-    """*checkpoint* with the dictionaries and the *split* of the folder *data*.
+    """Load *checkpoint*, and the dictionaries and the *split* of the folder *data*.
 
     Raises:
-        SurfaceFusionError: it is not a translation model of fairseq's Transformer family.
+        SurfaceFusionError: the model is not one of fairseq's Transformers or a subclass.
     """
     models, cfg, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], {"data": data})
     model = models[0]

@@ -12,17 +12,17 @@ ROWS = 500
 """Maximum rows of a table in the page; the CSV has all rows."""
 
 TITLES = {
-    "layers": "How much of each encoder layer is taken",
-    "layers_encoder": "How much of each layer the encoder's layers take",
-    "layers_decoder": "How much of each layer the decoder's layers take",
-    "ablation": "One encoder layer silenced",
+    "layers": "Weights of the encoder layers",
+    "layers_encoder": "Weights of the layers in the inputs of encoder layers",
+    "layers_decoder": "Weights of the layers in the inputs of decoder layers",
+    "ablation": "BLEU and length without one encoder layer",
     "singular_values": "Singular values of the embeddings",
-    "pca": "The most frequent words, two main directions",
+    "pca": "The most frequent words on two principal components",
     "neighbours": "Nearest target words",
     "branches_summary": "The two branches, means over all tokens",
     "branches": "Predictions of each branch",
-    "align_surface": "What the surface attention reads",
-    "align_decoder": "What the decoder's last layer reads",
+    "align_surface": "Surface attention",
+    "align_decoder": "Cross attention of the last decoder layer",
 }
 """Sections in the order of the page."""
 
@@ -63,7 +63,7 @@ for (const button of document.querySelectorAll("th button")) {
 
 
 def write_report(folder: Path, model: str) -> Path:
-    """Write ``report.html`` of what the other analyses left in *folder*; *model* is its heading."""
+    """Write ``report.html``, a page of the analyses in *folder* with the title *model*."""
     sections = [text for name in TITLES if (text := _section(folder, name))]
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -26,7 +26,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="surface-fusion analyse",
         description="Writes PNG, SVG and CSV files, and report.html with everything in the folder. "
-        + " ".join(f"{verb}: {what}." for verb, what in VERBS.items()),
+        + " ".join(f"{verb}: {summary}." for verb, summary in VERBS.items()),
         usage="surface-fusion analyse VERB CHECKPOINT DATA -o DIR [flags]",
         allow_abbrev=False,
     )
@@ -56,7 +56,7 @@ def _parser() -> OneLineParser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the analyses of the command line and print the paths of their files."""
+    """Run the analyses and print the paths of the files that they write."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.beam < 1:
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> None:
     from surface_fusion.analysis.loaded import load
     from surface_fusion.analysis.report import write_report
 
-    pyplot()  # fail before the translations if matplotlib is missing
+    pyplot()  # raises if matplotlib is missing: before the analyses, which take long
     with trusted_checkpoints(args.trust_checkpoint):
         loaded = load(args.checkpoint, args.data, args.split, args.cpu)
         against = load(args.against, args.data, args.split, args.cpu) if args.against else None
@@ -76,8 +76,8 @@ def run(argv: Sequence[str]) -> None:
         for verb in VERBS:
             try:
                 paths += [] if verb == "all" else _analyse(verb, loaded, against, args)
-            except SurfaceFusionError as reason:
-                print(f"{verb}: {reason}", file=sys.stderr)
+            except SurfaceFusionError as error:
+                print(f"{verb}: {error}", file=sys.stderr)
     for path in [*paths, write_report(args.output, Path(args.checkpoint).name)]:
         print(path)
 

@@ -1,4 +1,4 @@
-"""``surface-fusion average``: the mean of several checkpoints' parameters."""
+"""``surface-fusion average``: average the parameters of several checkpoints."""
 
 import os
 from collections.abc import Sequence
@@ -34,22 +34,22 @@ def _parser() -> OneLineParser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Write the average of the checkpoints and print one line that names them."""
+    """Write the average of the checkpoints and print their names in one line."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     paths = args.checkpoints
-    latest = args.last or args.last_updates
-    if bool(latest) == bool(paths):
+    count_and_folder = args.last or args.last_updates
+    if bool(count_and_folder) == bool(paths):
         parser.error("give checkpoints, or --last N DIR, or --last-updates N DIR")
-    if latest:
-        count, folder = latest
+    if count_and_folder:
+        count, folder = count_and_folder
         if not count.isdigit():
             parser.error(f"{count} is not a number of checkpoints")
         paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
     if os.path.exists(args.output) and not os.path.isfile(args.output):
-        parser.error(f"{args.output} is not a file that could be written over; give another name")
+        parser.error(f"{args.output} is not a regular file and cannot be overwritten; give another name")
     with trusted_checkpoints(args.trust_checkpoint):
         state = averaging.average_checkpoints(paths)
     with atomic_write(args.output) as file:

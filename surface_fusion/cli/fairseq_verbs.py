@@ -17,9 +17,9 @@ from fairseq.tasks import FairseqTask
 
 import surface_fusion
 from surface_fusion.cli import user_errors
+from surface_fusion.cli.atomic_outputs import atomic_outputs
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import with_hint
-from surface_fusion.cli.whole_results import whole_results
 from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
 from surface_fusion.compat.patching import replaced
 from surface_fusion.config.ranges import check_config, check_generation, check_ranges
@@ -36,7 +36,7 @@ class FairseqVerb:
         summary: one line for ``--help``.
         usage: what follows the verb on the command line.
         parser: the function in ``fairseq.options`` that builds its parser.
-        log_to: ``stdout`` if the log is the result, ``stderr`` if stdout has the translations.
+        log_to: ``stdout`` if the log is the result, ``stderr`` if translations are written to stdout.
         loads_checkpoint: whether the command loads a checkpoint and takes ``--trust-checkpoint``.
         defaults: flags prepended to the user's, which take precedence.
     """
@@ -76,7 +76,7 @@ FAIRSEQ_VERBS = {
         "DATA --path CHECKPOINT --valid-subset valid [flags]",
         "get_validation_parser",
         log_to="stdout",
-        # As in fairseq's other commands; without it fairseq-validate raises KeyError: None.
+        # The default of fairseq's other commands; without it, fairseq-validate raises KeyError: None.
         defaults=("--task", "translation"),
     ),
 }
@@ -90,57 +90,55 @@ def run(verb: str, argv: Sequence[str]) -> None:
         argv: the arguments after the verb: flags of fairseq, of the model and of :func:`add_our_flags`.
     """
     spec = FAIRSEQ_VERBS[verb]
-    ours = user_errors.OneLineParser(prog=f"surface-fusion {verb}", add_help=False, allow_abbrev=False)
-    add_our_flags(ours, spec)
-    ours.add_argument("--user-dir")
-    ours.add_argument("-h", "--help", action="store_true")
-    known, rest = ours.parse_known_args(argv)
-    user_dir = _user_dir(known.user_dir)
-    rest = [*spec.defaults, *rest]
-    set_up = functools.partial(set_up_logging, verb, spec.log_to, known.show_config)
-    with contextlib.ExitStack() as changes:
-        changes.enter_context(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
-        if known.help:
-            print_help(verb, rest)
+    parser = user_errors.OneLineParser(prog=f"surface-fusion {verb}", add_help=False, allow_abbrev=False)
+    add_our_flags(parser, spec)
+    parser.add_argument("--user-dir")
+    parser.add_argument("-h", "--help", action="store_true")
+    args, fairseq_argv = parser.parse_known_args(argv)
+    user_dir = _user_dir(args.user_dir)
+    fairseq_argv = [*spec.defaults, *fairseq_argv]
+    set_up = functools.partial(set_up_logging, verb, spec.log_to, args.show_config)
+    with contextlib.ExitStack() as replacements:
+        replace = replacements.enter_context
+        replace(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
+        if args.help:
+            print_help(verb, fairseq_argv)
             return
-        if spec.loads_checkpoint and verb != "train" and not any(a.split("=")[0] == "--path" for a in rest):
+        has_path = any(argument.split("=")[0] == "--path" for argument in fairseq_argv)
+        if spec.loads_checkpoint and verb != "train" and not has_path:
             raise SurfaceFusionError("no checkpoint given; add --path CHECKPOINT")
         set_up()
-        changes.enter_context(
-            replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *rest])
-        )
-        changes.enter_context(trusted_checkpoints(getattr(known, "trust_checkpoint", False)))
+        replace(replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *fairseq_argv]))
+        replace(trusted_checkpoints(getattr(args, "trust_checkpoint", False)))
         if verb in ("generate", "interactive"):
-            changes.enter_context(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, rest)))
+            replace(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, fairseq_argv)))
         if verb == "validate":
-            changes.enter_context(
-                replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step))
-            )
+            replace(replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step)))
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
             check_config(cfg)
             fairseqs_call_main(cfg, _Main(set_up, main), **kwargs)
 
-        changes.enter_context(replaced(distributed_utils, "call_main", call_main))
+        replace(replaced(distributed_utils, "call_main", call_main))
         if verb == "preprocess":
-            check_ranges(vars(options.get_preprocessing_parser().parse_known_args(rest)[0]))
+            check_ranges(vars(options.get_preprocessing_parser().parse_known_args(fairseq_argv)[0]))
         command = importlib.import_module(f"fairseq_cli.{verb}")
-        if verb == "generate":  # call_main does not call its main
-            changes.enter_context(replaced(command, "main", functools.partial(_checked, command.main)))
-        changes.enter_context(whole_results(verb, command))
+        if verb == "generate":  # its cli_main does not use call_main
+            replace(replaced(command, "main", functools.partial(_checked_main, command.main)))
+        replace(atomic_outputs(verb, command))
         command.cli_main()
 
 
-def _checked(main: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """fairseq's ``generate.main``, after :func:`check_ranges` and :func:`check_generation`."""
+def _checked_main(main: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """Check the settings, then call fairseq's ``generate.main``."""
     check_ranges(vars(args))
     check_generation(vars(args))
     return main(args)
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
-    """Add the flags that fairseq's command does not have."""
+    """Add the flags that fairseq's command lacks."""
     group = parser.add_argument_group("surface-fusion's own flags")
     group.add_argument(
         "--show-config", action="store_true", help="log fairseq's complete configuration (20,000 characters)"
@@ -150,7 +148,7 @@ def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
 
 
 def add_trust_flag(parser: Any) -> None:
-    """Add ``--trust-checkpoint``, which every verb that loads a checkpoint has."""
+    """Add ``--trust-checkpoint``, a flag of every verb that loads a checkpoint."""
     parser.add_argument(
         "--trust-checkpoint",
         action="store_true",
@@ -166,7 +164,7 @@ def add_user_dir_flag(parser: Any) -> None:
         "--user-dir",
         action=_ImportUserDir,
         metavar="DIR",
-        help="folder of Python code to import first, such as one that registers the method of the checkpoint",
+        help="folder of Python code to import first, for example to register the checkpoint's method",
     )
 
 
@@ -175,21 +173,21 @@ class _ImportUserDir(argparse.Action):
         setattr(namespace, self.dest, _user_dir(values))
 
 
-def _user_dir(given: str | None) -> str:
-    """The user's ``--user-dir``, or this package's own folder."""
-    if given is None:
+def _user_dir(folder: str | None) -> str:
+    """Import *folder*, the value of ``--user-dir``, and return it; without one, return this package's."""
+    if folder is None:
         return str(Path(surface_fusion.__file__).parent)
     try:
-        utils.import_user_module(argparse.Namespace(user_dir=given))
+        utils.import_user_module(argparse.Namespace(user_dir=folder))
     except FileNotFoundError as error:
         raise SurfaceFusionError(
             f"--user-dir {error} does not exist; leave it out to use surface-fusion's own"
         ) from error
-    return given
+    return folder
 
 
 def print_help(verb: str, argv: Sequence[str]) -> None:
-    """Print fairseq's help with the flags of the chosen architecture, task and so on, and ours."""
+    """Print fairseq's help, including the flags of the chosen architecture and task, and ours."""
     spec = FAIRSEQ_VERBS[verb]
     parser = getattr(options, spec.parser)()
     parser.usage = f"surface-fusion {verb} {spec.usage}"
@@ -201,7 +199,7 @@ def print_help(verb: str, argv: Sequence[str]) -> None:
     calls = 0
 
     def stop_when_complete(parser: argparse.ArgumentParser) -> None:
-        # fairseq calls this before and after it adds the flags of the architecture and the task.
+        # fairseq calls this twice: before and after adding the flags of the architecture and the task.
         nonlocal calls
         calls += 1
         if calls == 2:
@@ -214,12 +212,12 @@ def print_help(verb: str, argv: Sequence[str]) -> None:
 
 
 class _HelpPrinted(Exception):
-    """Ends fairseq's parsing after the help was printed."""
+    """Ends fairseq's parsing once the help is printed."""
 
 
 @dataclass(frozen=True)
 class _Main:
-    """fairseq's ``main``; processes spawned for it set up logging and report errors as this one does."""
+    """A command's ``main`` that also sets up logging and reports errors in the processes spawned for it."""
 
     set_up: Callable[[], None]
     main: Callable[..., None]
@@ -250,7 +248,7 @@ def _main_of_child(main: Callable[..., None], *args: Any, **kwargs: Any) -> None
 
 @contextlib.contextmanager
 def trusted_checkpoints(trust: bool = True) -> Iterator[None]:
-    """If *trust*, allow full unpickling by torch's variable during the block, also in child processes."""
+    """If *trust*, set torch's variable that allows full unpickling, in the block and its child processes."""
     if not trust:
         yield
         return

@@ -34,7 +34,7 @@ BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:
-    """Print the facts about a checkpoint, or the versions."""
+    """Print a description of a checkpoint, or the versions."""
     parser = OneLineParser(
         prog="surface-fusion info",
         description=SUMMARY,
@@ -59,10 +59,10 @@ def run(argv: Sequence[str]) -> None:
         )
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):<{width}}  {_in_words(value)}")
+        print(f"{name.replace('_', ' '):<{width}}  {_formatted(value)}")
 
 
-def _in_words(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
@@ -71,15 +71,15 @@ def _in_words(value: Any) -> str:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the packages, and the devices, for a bug report."""
-    found = []
+    """Return the versions of the packages, and the devices, for a bug report."""
+    installed = []
     for name in FAIRSEQ_DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
+            installed.append(f"{name} {metadata.version(name)}")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "surface_fusion": __version__,
-        "fairseq": ", ".join(found) or "not installed as a distribution",
+        "fairseq": ", ".join(installed) or "not installed as a distribution",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": ", ".join(devices) or "CPU only",
@@ -95,18 +95,18 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     ``unsafe_because`` lists the reasons.
 
     Raises:
-        SurfaceFusionError: it cannot be loaded, or *trust* is false and loading it would need that.
+        SurfaceFusionError: it cannot be loaded, or only with *trust*.
     """
-    unsafe = []
+    unsafe_because = []
     try:
         state = _load(path)
     except SurfaceFusionError as error:
         if not trust:
             raise
-        unsafe.append(str(error))
+        unsafe_because.append(str(error))
         with trusted_checkpoints():
             state = _load(path)
-    unsafe += [f"it {refusal}" for refusal in refusals(state)]
+    unsafe_because += [f"it {refusal}" for refusal in refusals(state)]
     model, cfg = state["model"], state["cfg"].model
     last = state["optimizer_history"][-1]
     best = state["extra_state"].get("best")
@@ -115,7 +115,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     return {
         "checkpoint": path,
         "architecture": _architecture(cfg),
-        "fusion": fusion_in_words(cfg),
+        "fusion": describe_fusion(cfg),
         "parameters": _count(tensors),
         "fusion_parameters": _count(fusion),
         "averaged": state.get("averaged", False),
@@ -127,8 +127,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
         "not_finite": not_finite(state),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
-        "safe_to_load": not unsafe,
-        **({"unsafe_because": "; ".join(unsafe)} if unsafe else {}),
+        "safe_to_load": not unsafe_because,
+        **({"unsafe_because": "; ".join(unsafe_because)} if unsafe_because else {}),
     }
 
 
@@ -140,7 +140,7 @@ def _load(path: str) -> Any:
 
 
 def _metric(cfg: Any) -> str:
-    """The metric that the best loss refers to: ``--best-checkpoint-metric`` on the validation set."""
+    """Describe the metric of the best loss: ``--best-checkpoint-metric`` on the validation set."""
     name = cfg.checkpoint.best_checkpoint_metric
     if name not in BITS:
         return f"validation {name}"
@@ -148,13 +148,13 @@ def _metric(cfg: Any) -> str:
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
     unit = f"bits per {'sentence' if per_sentence else 'token'}"
     smoothing = ", with label smoothing" if smoothed else ""
-    hard = name != "normalized_nll_loss" and _is_unnormalised(cfg.model)
-    comparable = ", of hard fusion's probabilities, which sum to less than 1" if hard else ""
-    return f"validation {name}, {unit}{smoothing}{comparable}"
+    unnormalised = name != "normalized_nll_loss" and _is_unnormalised(cfg.model)
+    hard_fusion = ", of hard fusion's probabilities, which sum to less than 1" if unnormalised else ""
+    return f"validation {name}, {unit}{smoothing}{hard_fusion}"
 
 
 def _languages(task: Any) -> str:
-    """The language pair by the flags, otherwise by the files in the data folder, as fairseq infers it."""
+    """Return the language pair: that of the flags, otherwise inferred from the data folder as in fairseq."""
     source, target = task.get("source_lang"), task.get("target_lang")
     folders = utils.split_paths(task.get("data") or "")
     if source is None and folders and os.path.isdir(folders[0]):
@@ -165,7 +165,7 @@ def _languages(task: Any) -> str:
 
 
 def _count(tensors: dict[str, torch.Tensor]) -> int:
-    """Number of values in *tensors*; tensors that share memory count once."""
+    """Count the values in *tensors*; tensors that share memory count once."""
     return sum({(t.data_ptr(), t.shape): t.numel() for t in tensors.values()}.values())
 
 
@@ -178,7 +178,7 @@ def _architecture(model_cfg: Any) -> str:
 
 
 def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
-    """The complete configuration of *model_cfg* (Namespace or YAML); None if not a SurfaceFusion model."""
+    """Fill in the defaults of *model_cfg* (Namespace or YAML); None if it is not a SurfaceFusion model."""
     architecture = _architecture(model_cfg)
     if not architecture.startswith(MODEL_NAME):
         return None
@@ -193,39 +193,39 @@ def _is_unnormalised(model_cfg: Any) -> bool:
     return cfg is not None and cfg.unnormalised
 
 
-def fusion_in_words(model_cfg: Any) -> str:
+def describe_fusion(model_cfg: Any) -> str:
     """Describe the fusion that the flags of *model_cfg* (a Namespace or YAML configuration) select."""
     cfg = _complete(model_cfg)
     if cfg is None:
         return "none: not a model of surface-fusion"
-    words = []
+    parts = []
     if cfg.layer_wise_attention:
-        words.append("decoder layer i attends to encoder layer i")
+        parts.append("decoder layer i attends to encoder layer i")
     if cfg.encoder_fusion is not None:
         embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
-        words.append(f"encoder layers fused by {cfg.encoder_fusion}{embedding}")
+        parts.append(f"encoder layers fused by {cfg.encoder_fusion}{embedding}")
     if cfg.surfacefusion is None:
-        return "; ".join(words if cfg.encoder_fusion else ["none: a plain Transformer", *words])
+        return "; ".join(parts if cfg.encoder_fusion else ["none: a plain Transformer", *parts])
     if cfg.surfacefusion == "att":
         depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
         heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
-        words.append(
+        parts.append(
             f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
         )
     else:
         pooled = "tokens with id >= 50" if cfg.sf_pool_published else "all tokens"
-        words.append(f"{cfg.surfacefusion} of the source embeddings over {pooled}")
-    words.append(f"{'without' if cfg.sf_no_posedemb else 'with'} positions")
+        parts.append(f"{cfg.surfacefusion} of the source embeddings over {pooled}")
+    parts.append(f"{'without' if cfg.sf_no_posedemb else 'with'} positions")
     mode = str(cfg.sf_mode)
     if cfg.mode.gated:
         gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
         mode += f", {gate}{', renormalised' if cfg.sf_renormalize else ''}"
     else:
         mode += f", tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
-    words.append(mode)
-    words.append(f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer")
+    parts.append(mode)
+    parts.append(f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer")
     if cfg.sf_linear:
-        words.append("linear map per branch")
+        parts.append("linear map per branch")
     if cfg.sf_no_detach:
-        words.append("gradient into query and key")
-    return "; ".join(words)
+        parts.append("gradient into query and key")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Set up logging as fairseq does, without the line that shows the whole configuration."""
+"""Set up logging as fairseq does, without the line that contains the whole configuration."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ LOG_FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
 
 
 class ShortConfiguration(logging.Filter):
-    """Replaces the configuration that fairseq logs at every start (20,000 characters) by one short line."""
+    """Replaces the configuration that fairseq logs at each start (20,000 characters) by one short line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every record; replace the message if it is a configuration."""
@@ -44,7 +44,7 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     if verb == "interactive":  # logs four lines about batching per sentence
         logging.getLogger("fairseq.tasks.fairseq_task").setLevel(logging.WARNING)
-    # Checkpoint errors are logged for plain fairseq, which may hide them; here they end the command anyway.
+    # These errors are logged because fairseq's trainer hides them; the verbs print them as the last line.
     logging.getLogger("surface_fusion.models.upgrade_state_dict").addFilter(below_error)
     fairseq_logger = logging.getLogger(f"fairseq_cli.{verb}")
     (fairseq_logger.removeFilter if show_config else fairseq_logger.addFilter)(_SHORT_CONFIGURATION)

@@ -17,8 +17,8 @@ SUMMARY = "sacreBLEU, chrF and tokenised BLEU of a translation"
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="surface-fusion score",
-        description="Scores by sacreBLEU, each with its signature: sacreBLEU (13a) and chrF on plain text, "
-        "and tokenised BLEU on the space-separated tokens as given.",
+        description="Computes scores with sacreBLEU and prints their signatures: sacreBLEU (13a) and chrF on "
+        "plain text, tokenised BLEU on the space-separated tokens as given.",
         usage="surface-fusion score --hyp FILE --ref FILE ... [flags]\n"
         "       surface-fusion score --generate-output FILE [--ref FILE ...] [flags]",
         allow_abbrev=False,
@@ -45,7 +45,7 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--romanian",
         action="store_true",
-        help="also score with comma-below for cedilla letters, and without diacritics, on both sides",
+        help="also score both sides with comma-below instead of cedilla letters, and without diacritics",
     )
     parser.add_argument("--lang", metavar="CODE", help="target language; ro means --romanian")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -83,9 +83,9 @@ def run(argv: Sequence[str]) -> None:
     if args.json:
         print(json.dumps(dataclasses.asdict(report)))
         return
-    width = max(len(one.name) for one in report.scores)
-    for one in report.scores:
-        print(f"{one.name:<{width}}  {one.value:6.2f}  {one.signature}")
+    width = max(len(score.name) for score in report.scores)
+    for score in report.scores:
+        print(f"{score.name:<{width}}  {score.value:6.2f}  {score.signature}")
 
 
 def _report_on_generate(
@@ -105,7 +105,7 @@ def _report_on_generate(
         report.warnings += scoring.text_warnings(output.text)
     report.scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
     if report.skipped:
-        report.warnings.append(f"generate skipped {_named(report.skipped)}: left out of tokenised BLEU")
+        report.warnings.append(f"generate skipped {_listed(report.skipped)}: left out of tokenised BLEU")
     return report
 
 
@@ -129,11 +129,11 @@ def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) ->
     """Return the indices of sentences without a translation.
 
     Raises:
-        SurfaceFusionError: there are some and ``--skipped-as-empty`` is not given.
+        SurfaceFusionError: there are some without ``--skipped-as-empty``, or the numbers of lines differ.
     """
     skipped = sorted(set(range(references)) - set(output.ids))
     if len(output.ids) + len(skipped) != references or (skipped and not as_empty):
-        without = f", without {_named(skipped)} (--skipped-as-empty scores these as empty)" if skipped else ""
+        without = f", without {_listed(skipped)} (--skipped-as-empty scores them as empty)" if skipped else ""
         raise SurfaceFusionError(
             f"{references} reference lines but {len(output.ids)} translated sentences{without}; give the "
             "references of that test set"
@@ -141,7 +141,7 @@ def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) ->
     return skipped
 
 
-def _named(sentences: list[int]) -> str:
+def _listed(sentences: list[int]) -> str:
     """Format the number of sentences and the first few of their indices."""
     shown = ", ".join(map(str, sentences[:10])) + (", ..." if len(sentences) > 10 else "")
     return f"{len(sentences)} sentence{'s' if len(sentences) > 1 else ''} ({shown})"

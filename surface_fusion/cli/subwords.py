@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# fairseq's other names of "@@ ".
-SPELLINGS = {"subword_nmt": "@@ ", "@@": "@@ "}
+# Other values of --remove-bpe with the meaning of "@@ ".
+SYNONYMS = {"subword_nmt": "@@ ", "@@": "@@ "}
 
 
 def hint(argv: Sequence[str], dictionary: Any) -> str | None:
@@ -16,16 +16,16 @@ def hint(argv: Sequence[str], dictionary: Any) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--remove-bpe", "--post-process", nargs="?", const="@@ ", dest="symbol")
     parser.add_argument("--bpe")
-    given = parser.parse_known_args(argv)[0]
-    if given.symbol is None:
+    flags = parser.parse_known_args(argv)[0]
+    if flags.symbol is None:
         return None
-    symbol, marks = SPELLINGS.get(given.symbol, given.symbol), subword_marks(dictionary)
-    if symbol == given.bpe == "sentencepiece":
+    symbol, marks = SYNONYMS.get(flags.symbol, flags.symbol), subword_marks(dictionary)
+    if symbol == flags.bpe == "sentencepiece":
         return (
             "--remove-bpe and --bpe both join pieces, so D- lines lose their spaces; leave --remove-bpe out"
         )
     if symbol == "@@ " and marks == "sentencepiece":
-        joined = given.bpe == "sentencepiece"
+        joined = flags.bpe == "sentencepiece"
         advice = "leave it out, as --bpe joins them" if joined else "give --remove-bpe sentencepiece"
         return (
             "--remove-bpe without a value joins subwords that end in @@, but the dictionary has "
@@ -34,7 +34,7 @@ def hint(argv: Sequence[str], dictionary: Any) -> str | None:
     if symbol == "sentencepiece" and marks != symbol:
         advice = "give --remove-bpe without a value" if marks else "leave it out"
         return (
-            "--remove-bpe sentencepiece takes out every space, for the dictionary has no sentencepiece "
+            "--remove-bpe sentencepiece removes every space, because the dictionary has no sentencepiece "
             f"pieces (\u2581); {advice}"
         )
     return None

@@ -15,13 +15,13 @@ from torch import Tensor
 from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.io.lines import bursts
+from surface_fusion.io.lines import batches_of_lines
 from surface_fusion.models.hub_interface import TranslationHub
 
 SUMMARY = "translate raw text from standard input, line by line"
 
-LINES_AT_ONCE = 64
-"""Maximum lines per call of the model; fewer if the input pauses."""
+MAX_LINES = 64
+"""Maximum number of lines per call of the model; fewer if the input pauses."""
 
 
 def _parser() -> OneLineParser:
@@ -70,43 +70,43 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
     """Find the files of the model in *folder*.
 
     Raises:
-        SurfaceFusionError: a file is missing or there are several candidates; names what was searched.
+        SurfaceFusionError: a file is missing or there are several candidates; the message says which.
     """
     if not folder.is_dir():
         raise SurfaceFusionError(f"model folder {folder} does not exist")
     names = (checkpoint,) if checkpoint else ("checkpoint_best.pt", "checkpoint_last.pt")
-    places = [folder / sub / name for name in names for sub in ("", "checkpoints")]
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
-        raise SurfaceFusionError(f"{folder} has no {' or '.join(names)}, nor has its folder checkpoints")
+    candidates = [folder / sub / name for name in names for sub in ("", "checkpoints")]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise SurfaceFusionError(f"{folder} and its folder checkpoints have no {' or '.join(names)}")
     data = next((p for p in (folder, folder / "data-bin") if len([*p.glob("dict.*.txt")]) == 2), None)
     if data is None:
-        raise SurfaceFusionError(f"{folder} has no two dict.*.txt, nor has its folder data-bin")
+        raise SurfaceFusionError(f"neither {folder} nor its folder data-bin has two files dict.*.txt")
     models = sorted([*folder.glob("*.model"), *(folder / "pieces").glob("*.model")])
     if len(models) != 1:
         raise SurfaceFusionError(
             f"{folder} and its folder pieces have {len(models)} sentencepiece models *.model; one is needed"
         )
-    return ModelFiles(found, data, models[0])
+    return ModelFiles(path, data, models[0])
 
 
 class Translation(NamedTuple):
-    """The translation of a line, with the token ids of source and target if it was translated."""
+    """The translation of a line, and the token ids of source and target (None if it was not translated)."""
 
     text: str
     tokens: tuple[Tensor, Tensor] | None = None
 
 
-def translations(hub: TranslationHub, parts: Iterable[list[str]], beam: int) -> Iterator[Translation]:
-    """Yield a translation per line of *parts*, empty if the line is empty or too long."""
+def translations(hub: TranslationHub, batches: Iterable[list[str]], beam: int) -> Iterator[Translation]:
+    """Yield a translation per line of *batches*, empty if the line is empty or too long."""
     first_line = 1
-    for part in parts:
-        rows = [hub.encode(line.strip()) for line in part]
+    for batch in batches:
+        rows = [hub.encode(line.strip()) for line in batch]
         for row, (best, *_) in zip(rows, hub.generate(rows, beam, first_line=first_line), strict=True):
             translated = best["score"] > -math.inf
             tokens = best["tokens"].cpu()
             yield Translation(hub.decode(tokens), (row, tokens) if translated else None)
-        first_line += len(part)
+        first_line += len(batch)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def run(argv: Sequence[str]) -> None:
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
     if args.out is not None and not args.explain:
-        parser.error("-o goes with --explain")
+        parser.error("-o needs --explain")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         parser.error(f"-o {args.out} is a file; give a folder")
     if sys.stdin is None:
@@ -124,8 +124,8 @@ def run(argv: Sequence[str]) -> None:
     if sys.stdout is None:
         raise SurfaceFusionError("standard output is closed; the translations go there, as in: > FILE")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # like the input, whatever the locale
-    logging.basicConfig(format="surface-fusion translate: %(message)s")  # warnings about single lines
+        sys.stdout.reconfigure(encoding="utf-8")  # as the input, independent of the locale
+    logging.basicConfig(format="surface-fusion translate: %(message)s")  # for warnings about single lines
     from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
     files = find_files(args.folder, args.checkpoint)
@@ -140,15 +140,15 @@ def run(argv: Sequence[str]) -> None:
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
-    at_once = 1 if args.explain or sys.stdin.isatty() else LINES_AT_ONCE
-    for number, translation in enumerate(translations(hub, bursts(sys.stdin, at_once), args.beam), 1):
+    batches = batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES)
+    for number, translation in enumerate(translations(hub, batches, args.beam), 1):
         print(translation.text, flush=True)
         if args.explain and translation.tokens is not None:
-            for line in _explained(hub, translation.tokens, args.out and args.out / str(number)):
+            for line in _explain(hub, translation.tokens, args.out and args.out / str(number)):
                 print(f"    {line}", flush=True)
 
 
-def _explained(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
+def _explain(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
     from surface_fusion.analysis.explain import explain, loaded_pair
 
     return explain(loaded_pair(hub.models[0], hub.task, *tokens), out)

@@ -1,4 +1,4 @@
-"""Decide which exceptions are a user's mistake, and report these in one line."""
+"""Recognise the exceptions that a user's mistake causes, and report them in one line."""
 
 import argparse
 import difflib
@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Optional
 
 from surface_fusion.errors import SurfaceFusionError, shorten
 
-# torch's spawn passes an exception of a child process on as the text of its traceback.
+# torch.multiprocessing.spawn passes on an exception of a child process as the text of its traceback.
 CHILD_ERROR = re.compile(
     rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
 )
@@ -19,14 +19,14 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in (None, "store"):
-            self.register("action", name, _StoreOne)
+            self.register("action", name, _StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
         refuse(self, message)
 
 
-class _StoreOne(argparse._StoreAction):
+class _StoreOnce(argparse._StoreAction):
     """argparse's default action, but a second, different value is an error."""
 
     def __call__(
@@ -36,7 +36,7 @@ class _StoreOne(argparse._StoreAction):
         values: Any,
         option_string: Optional[str] = None,
     ) -> None:
-        """Keep the value.
+        """Store the value.
 
         Raises:
             SurfaceFusionError: the option was given before, with another value.
@@ -44,13 +44,14 @@ class _StoreOne(argparse._StoreAction):
         super().__call__(parser, namespace, values, option_string)
         if option_string is None:
             return
-        given = vars(namespace).setdefault("_given", {})
-        if given.setdefault(self.dest, values) != values:
-            refuse(parser, f"{option_string} is given twice, {given[self.dest]} and {values}; give it once")
+        first_values = vars(namespace).setdefault("_first_values", {})
+        first = first_values.setdefault(self.dest, values)
+        if first != values:
+            refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Raise *message* as one line; a list of choices longer than 300 characters is left out.
+    """Raise *message* as one line; a list of choices above 300 characters is replaced by the closest ones.
 
     Raises:
         SurfaceFusionError: always.
@@ -63,15 +64,15 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def user_line(exception: BaseException) -> str | None:
-    """The error line if *exception*, or one in its chain, is a user's mistake; else None."""
+    """Return the error line if *exception*, or one in its chain, is a user's mistake; else None."""
     chain = [exception]
-    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(earlier)
-    for link in chain:
-        if isinstance(link, SurfaceFusionError):
-            return " ".join(str(link).split())
-    for link in reversed(chain):  # the earliest is the most specific
-        line = _known_line(link)
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for error in chain:
+        if isinstance(error, SurfaceFusionError):
+            return " ".join(str(error).split())
+    for error in reversed(chain):  # the first one raised is the most specific
+        line = _known_line(error)
         if line is not None:
             return " ".join(line.split())
     return None
@@ -83,7 +84,7 @@ def _known_line(exception: BaseException) -> str | None:
         return str(child[-1])
     if isinstance(exception, FileExistsError):
         return f"{exception.filename or text} already exists; remove it or write to another path"
-    if isinstance(exception, FloatingPointError):  # may be followed by an error of fairseq's NaN detector
+    if isinstance(exception, FloatingPointError):  # an error of fairseq's NaN detector may follow it
         if text == "gradients are Nan/Inf":
             return f"the training diverged, {text}; lower --lr or warm up longer"
         return text
@@ -93,22 +94,22 @@ def _known_line(exception: BaseException) -> str | None:
         return text
     if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         return shorten(text, 300) + "; was the checkpoint trained with other flags?"
-    origin = _raised_in(exception)
-    if origin == "ast":
+    module = _raising_module(exception)
+    if module == "ast":
         return f"--model-overrides is not a Python dictionary: {text}"
-    if origin.split(".")[0] in ("fairseq", "fairseq_cli") and text:
+    if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:
         # fairseq reports users' mistakes by Exception, OSError, and by assertions and ValueErrors that name a
         # flag or come from its distributed module ("world size is 2 but have 0 available devices").
         if type(exception) in (Exception, OSError):
             return text
-        names_a_flag = re.search(r"(^|\W)--[a-z]", text) or origin == "fairseq.distributed.utils"
+        names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
         if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
             return text
     return None
 
 
-def _raised_in(exception: BaseException) -> str:
-    """The module that raised *exception*."""
+def _raising_module(exception: BaseException) -> str:
+    """Return the name of the module that raised *exception*."""
     trace = exception.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

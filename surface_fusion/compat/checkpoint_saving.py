@@ -42,7 +42,7 @@ def save_atomically(save: Callable[..., None], obj: Any, filename: Any, async_wr
                 torch.save(obj, file)
             return
         except WriteError as error:
-            if not error.passing or attempt == ATTEMPTS:
+            if not error.transient or attempt == ATTEMPTS:
                 raise _stopped(error) from error
             logger.warning(f"{error}; attempt {attempt} of {ATTEMPTS}")
             time.sleep(PAUSE)

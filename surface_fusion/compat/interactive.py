@@ -14,7 +14,7 @@ from torch import Tensor
 from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, position_limit
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.io.lines import typed_lines
+from surface_fusion.io.lines import iterate_lines
 
 
 class _Lines(list[str]):
@@ -29,7 +29,7 @@ def read_lines(buffered_read: Callable[..., Any], input: str, buffer_size: int) 
         raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
     with contextlib.nullcontext(sys.stdin) if input == "-" else open(input, "rb") as stream:
         lines = _Lines()
-        for line in typed_lines(stream):
+        for line in iterate_lines(stream):
             lines.append(line.strip())
             if len(lines) == buffer_size:
                 yield lines

@@ -1,6 +1,6 @@
-"""Reject misspelt names in ``--model-overrides`` and the keywords of ``from_pretrained``.
+"""Reject unknown names in ``--model-overrides`` and in the keywords of ``from_pretrained``.
 
-fairseq silently ignores names that it does not find.
+fairseq silently ignores them.
 """
 
 import difflib
@@ -42,13 +42,13 @@ def refuse_unknown_names(
 
 
 def unknown_setting(fault: str, name: Any, known: Iterable[str]) -> SurfaceFusionError:
-    """Return the error *fault*, with the name in *known* that is closest to *name*."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return SurfaceFusionError(f"{fault}; " + (f"did you mean {near[0]}?" if near else "take it out"))
+    """Return the error *fault*, which suggests the name in *known* that is closest to *name*."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return SurfaceFusionError(f"{fault}; " + (f"did you mean {close[0]}?" if close else "remove it"))
 
 
 def _names(cfg: DictConfig) -> Iterator[str]:
-    """All valid setting names. The model's Namespace is not consulted: it already contains the overrides."""
+    """All valid names of settings. The model's Namespace is not read: it already contains the overrides."""
     for section in (str(name) for name in cfg if not OmegaConf.is_missing(cfg, name)):
         yield section
         if isinstance(cfg[section], DictConfig):
@@ -61,9 +61,9 @@ def _names(cfg: DictConfig) -> Iterator[str]:
         yield from _fields(field.type)
         yield from _fields(field.default)
     for registry in [*(r["dataclass_registry"] for r in REGISTRIES.values()), TASK_DATACLASS_REGISTRY]:
-        for kind in registry.values():
-            yield from _fields(kind)
+        for config in registry.values():
+            yield from _fields(config)
 
 
-def _fields(kind: Any) -> Iterable[str]:
-    return [f.name for f in fields(kind)] if is_dataclass(kind) else []
+def _fields(config: Any) -> Iterable[str]:
+    return [f.name for f in fields(config)] if is_dataclass(config) else []

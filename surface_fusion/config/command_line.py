@@ -13,11 +13,11 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def settle_command_line(args: Any) -> None:
-    """Translate old spellings and correct derived flags; does nothing unless *args* is a command line.
+def normalise_command_line(args: Any) -> None:
+    """Replace old names of flags and set derived ones, in place; only if *args* is a training command line.
 
     * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate scheduler has a flag of that name.
-    * ``--bf16`` makes fairseq set ``tpu`` (options.py, fairseq main of 2025); it is reset without torch_xla.
+    * ``tpu``, which fairseq sets with ``--bf16`` (options.py, main of 2025), is unset without torch_xla.
     * ``flat_adam`` keeps its own fp32 weights, so fairseq's memory-efficient wrapper is used: it adds no
       second copy.
 
@@ -30,22 +30,22 @@ def settle_command_line(args: Any) -> None:
     check_ranges(vars(args))
     schedule = LR_SCHEDULER_DATACLASS_REGISTRY.get(args.lr_scheduler)
     if hasattr(args, "min_lr") and not hasattr(schedule, "min_lr"):
-        logger.info(f"--min-lr {args.min_lr}: fairseq calls it --stop-min-lr now; taken as that")
+        logger.info(f"--min-lr {args.min_lr} is read as --stop-min-lr, fairseq's current name of the flag")
         args.stop_min_lr = args.min_lr
         del args.min_lr
     if args.bf16 and importlib.util.find_spec("torch_xla") is None:
         args.tpu = False
     if args.optimizer == "flat_adam":
         backend, noise = args.ddp_backend, getattr(args, "quant_noise_pq", 0)
-        for given, flag in (
+        for is_set, flag in (
             (args.use_bmuf, "--use-bmuf"),
             (backend in ("slowmo", "fully_sharded"), f"--ddp-backend {backend}"),
             (noise > 0, f"--quant-noise-pq {noise}"),  # replaces parameters in each forward
         ):
-            if given:
+            if is_set:
                 raise SurfaceFusionError(
-                    f"{flag} does not go with --optimizer flat_adam, which keeps parameters and gradients in "
-                    "tensors of its own and averages them at each update; use --optimizer adam"
+                    f"{flag} cannot be used with --optimizer flat_adam, which keeps parameters and gradients "
+                    "in tensors of its own and averages them at each update; use --optimizer adam"
                 )
         args.memory_efficient_fp16 = args.fp16
         args.memory_efficient_bf16 = args.bf16

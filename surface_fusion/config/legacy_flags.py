@@ -28,8 +28,8 @@ def fill_defaults(args: Any) -> None:
     * ``--sf-ffn`` and ``--sf-no-posedemb`` are on by default, as on the published command line.
     * Checkpoints of the published code are recognised by the misspelt ``sf_fuision_mode``. They pooled over
       ids >= 50, and some have only the misspelt name of the mode.
-    * In the published code ``--ta-posedemb`` also added positions to the surface, and a surface with
-      positions was also layer 0 of layer attention.
+    * In the published code, ``--ta-posedemb`` also adds positions to the surface, and layer 0 of layer
+      attention has positions if the surface has them.
 
     Raises:
         SurfaceFusionError: a checkpoint of the published code computes something that is not supported.
@@ -40,7 +40,7 @@ def fill_defaults(args: Any) -> None:
     if published and not hasattr(args, "sf_pool_published"):
         args.sf_pool_published = True
     if published:
-        _settle_published_positions(args)
+        _normalise_published_positions(args)
     inherited = {f.name for f in fields(TransformerConfig)}
     for f in fields(SurfaceFusionConfig):
         if f.name not in inherited and not hasattr(args, f.name):
@@ -52,13 +52,13 @@ def fill_defaults(args: Any) -> None:
         args.sf_no_posedemb = not args.sf_posedemb
 
 
-def _settle_published_positions(args: Any) -> None:
+def _normalise_published_positions(args: Any) -> None:
     if getattr(args, "ta_posedemb", False):
         if getattr(args, "layernorm_embedding", False) and args.sf_no_posedemb:
             raise SurfaceFusionError(
                 "the checkpoint was trained by the published code with --ta-posedemb and "
-                "--layernorm-embedding, which adds positions to the source embeddings but does not norm "
-                "them; that is not supported"
+                "--layernorm-embedding, which adds positions to the source embeddings without normalising "
+                "them; this is not supported"
             )
         args.sf_no_posedemb = False  # also without transparent attention
     elif getattr(args, "transparent_attention", False) and not getattr(args, "sf_no_posedemb", True):

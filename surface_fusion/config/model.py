@@ -45,14 +45,14 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         default=None,
         metadata={
             "help": "how the softmax layer reads the source embeddings: att (attention from a decoder "
-            "layer), mean or max (pooled); absent: a plain Transformer"
+            "layer), mean or max (pooled); default: none, a plain Transformer"
         },
     )
     attention_dropout: float = field(
         default=0.0,
         metadata={
             "help": "dropout probability for attention weights; default 0.1 with --surfacefusion, as "
-            "published, otherwise the architecture's (0.0); set it explicitly in both to compare the two"
+            "published, otherwise the architecture's (0.0); set it explicitly to compare the two"
         },
     )
     sf_mode: FusionMode = field(  # type: ignore[valid-type]
@@ -91,7 +91,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             "embedding (on by default, as in every published run)"
         },
     )
-    no_sf_ffn: bool = field(default=False, metadata={"help": "switch --sf-ffn off"})
+    no_sf_ffn: bool = field(default=False, metadata={"help": "disable --sf-ffn"})
     sf_no_posedemb: Optional[bool] = field(
         default=None,
         metadata={
@@ -100,7 +100,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
     )
     sf_posedemb: bool = field(
         default=False,
-        metadata={"help": "read the encoder's input instead: embeddings with positions"},
+        metadata={"help": "read the encoder's input (embeddings with positions) as source embeddings"},
     )
     sf_attention_heads: int = field(default=1, metadata={"help": "heads of the surface attention (att)"})
     sf_idx: Optional[int] = field(
@@ -135,15 +135,15 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         default=0.0, metadata={"help": "probability of dropping a target word in training"}
     )
     no_encoder_fnn: bool = field(
-        default=False, metadata={"help": "encoder layers without their feed-forward sublayer"}
+        default=False, metadata={"help": "remove the feed-forward sublayer of encoder layers"}
     )
     no_decoder_fnn: bool = field(
-        default=False, metadata={"help": "decoder layers without their feed-forward sublayer"}
+        default=False, metadata={"help": "remove the feed-forward sublayer of decoder layers"}
     )
     sf_plain: bool = field(default=False, metadata={"help": PLAIN_HELP})
 
     def __post_init__(self) -> None:
-        # fairseq's defaults are the section classes themselves; setting a field would change all configs.
+        # The defaults in fairseq are the section classes: setting a field of one would change all configs.
         for section in SECTIONS:
             if isinstance(getattr(self, section), type):
                 setattr(self, section, getattr(self, section)())
@@ -166,16 +166,16 @@ class SurfaceFusionConfig(EncoderFusionConfig):
     @property
     def fairseqs_own(self) -> bool:
         """Whether fairseq's own encoder and decoder implement all the flags."""
-        ours = (
+        needs_our_modules = (
             *(self.surfacefusion is not None, self.encoder_fusion not in (None, "extra-layers")),
             *(self.layer_wise_attention, self.no_encoder_fnn, self.no_decoder_fnn),
             *(self.source_word_dropout > 0, self.target_word_dropout > 0),
         )
-        return self.sf_plain and not any(ours)
+        return self.sf_plain and not any(needs_our_modules)
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add each field as a flag, and flags of the published commands that fairseq has since renamed."""
+        """Add each field as a flag, and ``--min-lr``, which fairseq has renamed since publication."""
         gen_parser_from_dataclass(parser, cls(), delete_default=True, with_prefix="")
         parser.add_argument(
             "--min-lr",
@@ -189,7 +189,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         """Return the checked configuration of a command line, YAML config or checkpoint.
 
         Raises:
-            SurfaceFusionError: a model cannot be built with a value; the text says what to change.
+            SurfaceFusionError: a value is invalid; the message says what to change.
         """
         if isinstance(args, DictConfig):
             cls._check_keys(args)
@@ -206,17 +206,21 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             known |= {f"{section}_{f.name}" for f in fields(getattr(cls(), section))}
         for key in map(str, yaml):
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                close = difflib.get_close_matches(key, known, n=1)
                 raise SurfaceFusionError(
                     f"model.{key} in the YAML config is not an option of this model; "
-                    + (f"did you mean {near[0]}?" if near else "take it out")
+                    + (f"did you mean {close[0]}?" if close else "remove it")
                 )
 
     def check(self) -> None:
-        """Raise :class:`SurfaceFusionError` for the first value that a model cannot be built with."""
+        """Check all values.
+
+        Raises:
+            SurfaceFusionError: a value is invalid.
+        """
         if self.__dict__.get("addtional_source_output") == "final":
             raise SurfaceFusionError(
-                "--addtional-source-output final crashed in the published code and is not there; leave it out"
+                "--addtional-source-output final crashes in the published code and is unsupported; remove it"
             )
         self._check_numbers()
         if self.target_word_dropout > 0 and self.decoder.input_dim != self.decoder.embed_dim:
@@ -227,10 +231,10 @@ class SurfaceFusionConfig(EncoderFusionConfig):
         shared = (
             self.share_decoder_input_output_embed or self.share_all_embeddings or self.merge_src_tgt_embed
         )
-        other_width = self.decoder.output_dim != self.decoder.embed_dim
-        if shared and other_width and self.adaptive_softmax_cutoff is None:
+        widths_differ = self.decoder.output_dim != self.decoder.embed_dim
+        if shared and widths_differ and self.adaptive_softmax_cutoff is None:
             raise SurfaceFusionError(
-                f"--decoder-output-dim {self.decoder.output_dim}: an output that shares the decoder's "
+                f"--decoder-output-dim {self.decoder.output_dim}: an output layer that shares the decoder's "
                 f"embedding has its width, {self.decoder.embed_dim}; leave it out"
             )
         heads = (
@@ -249,34 +253,35 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                 f"{self.encoder.layers} encoder and {self.decoder.layers} decoder layers"
             )
         self.check_encoder_fusion()
-        spare = self.encoder.layers - self.decoder.layers
-        if self.layer_wise_attention and spare and not (self.surfacefusion == "att" and self.sf_no_detach):
+        untrained = self.encoder.layers - self.decoder.layers
+        key_is_trained = self.surfacefusion == "att" and self.sf_no_detach
+        if self.layer_wise_attention and untrained and not key_is_trained:
             logger.warning(
-                f"--layer-wise-attention: no decoder layer attends to the last {spare} encoder layers, they "
-                "are not trained"
+                f"--layer-wise-attention: no decoder layer attends to the last {untrained} encoder layers, "
+                "they are not trained"
             )
         if self.surfacefusion is not None:
             self._check_fusion()
             return
-        idle = [f for f in fields(self) if f.name in FUSION_ONLY and getattr(self, f.name) != f.default]
-        if idle:
-            flags = ", ".join("--" + f.name.replace("_", "-") for f in idle)
-            logger.warning(f"{flags}: without effect, since --surfacefusion is not given")
+        unused = [f for f in fields(self) if f.name in FUSION_ONLY and getattr(self, f.name) != f.default]
+        if unused:
+            flags = ", ".join("--" + f.name.replace("_", "-") for f in unused)
+            logger.warning(f"{flags}: no effect without --surfacefusion")
 
     def _check_numbers(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for section in SECTIONS:
-            part = values.pop(section)
-            values |= {f"{section}_{f.name}": getattr(part, f.name) for f in fields(part)}
+            section_cfg = values.pop(section)
+            values |= {f"{section}_{f.name}": getattr(section_cfg, f.name) for f in fields(section_cfg)}
         for name, value in values.items():
             if name in RANGES and isinstance(value, str):
-                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r} is not a number; give one")
+                raise SurfaceFusionError(f"--{name.replace('_', '-')} {value!r}: give a number")
         check_ranges(values)
         for stack, learned in (("encoder", self.encoder.learned_pos), ("decoder", self.decoder.learned_pos)):
             dim = values[f"{stack}_embed_dim"]
             if dim < 4 and not learned and not self.no_token_positional_embeddings:
                 raise SurfaceFusionError(
-                    f"--{stack}-embed-dim {dim} is too narrow for sinusoidal positions; give 4 or more"
+                    f"--{stack}-embed-dim {dim} is too small for sinusoidal positions; give 4 or more"
                 )
 
     def _check_fusion(self) -> None:
@@ -298,7 +303,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             )
         if self.sf_renormalize and not self.mode.gated:
             raise SurfaceFusionError(
-                f"--sf-renormalize belongs to --sf-mode hard; {self.sf_mode} is a distribution already"
+                f"--sf-renormalize needs --sf-mode hard; {self.sf_mode} is normalised already: leave it out"
             )
         if self.adaptive_softmax_cutoff is not None:
             raise SurfaceFusionError(
@@ -316,7 +321,7 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             if layers < 1:
                 raise SurfaceFusionError(
                     f"--surfacefusion att with --decoder-layers {layers}: its query is the output of a "
-                    "decoder layer; give 1 or more, or mean or max"
+                    "decoder layer; give 1 or more layers, or use mean or max"
                 )
             idx = -1 if self.sf_idx is None else self.sf_idx
             if not -layers <= idx < layers:

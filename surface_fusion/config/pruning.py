@@ -26,22 +26,20 @@ def normalise_pruning(args: Any) -> None:
     method = methods().get(getattr(args, "encoder_fusion", None) or "")
     if method is not None and not method.any_depth:
         raise SurfaceFusionError(
-            f"--encoder-fusion {args.encoder_fusion} has parameters for each layer, so that none can be left "
-            "out; give no --encoder-layers-to-keep and --decoder-layers-to-keep"
+            f"--encoder-fusion {args.encoder_fusion} has parameters for each layer, so no layer can be "
+            "removed; leave out --encoder-layers-to-keep and --decoder-layers-to-keep"
         )
     for stack, keep in keeps.items():
         layers = getattr(args, f"{stack}_layers")
         if not keep:
             keep = range(layers)  # fairseq would drop all layers of a stack without the flag
         keep = keeps[stack] = sorted({int(i) for i in (keep.split(",") if isinstance(keep, str) else keep)})
-        setattr(
-            args, f"{stack}_layers_to_keep", ",".join(map(str, keep))
-        )  # fairseq expects a string and splits it
+        setattr(args, f"{stack}_layers_to_keep", ",".join(map(str, keep)))  # fairseq splits a string
         if len(keep) == layers:
-            continue  # all of them, or already adapted
+            continue  # all layers, or adapted by an earlier call
         if keep[0] < 0 or keep[-1] >= layers:
             raise SurfaceFusionError(
-                f"--{stack}-layers-to-keep {keep} names a layer that is not there; "
+                f"--{stack}-layers-to-keep {keep} names a layer that does not exist; "
                 f"choose from 0 to {layers - 1}"
             )
         setattr(args, f"{stack}_layers", len(keep))
@@ -49,12 +47,12 @@ def normalise_pruning(args: Any) -> None:
             idx = range(layers)[args.sf_idx]
             if keep[0] > idx:
                 raise SurfaceFusionError(
-                    f"--decoder-layers-to-keep {keep} keeps no layer up to --sf-idx {idx}, from which the "
-                    "surface attention takes its query; keep one"
+                    f"--decoder-layers-to-keep {keep} keeps no layer up to --sf-idx {idx}, whose output is "
+                    "the query of the surface attention; keep one"
                 )
             args.sf_idx = sum(i <= idx for i in keep) - 1
     if args.layer_wise_attention and keeps["encoder"][: len(keeps["decoder"])] != keeps["decoder"]:
         raise SurfaceFusionError(
             f"--layer-wise-attention pairs the layers, but --encoder-layers-to-keep {keeps['encoder']} and "
-            f"--decoder-layers-to-keep {keeps['decoder']} differ; keep the same in both"
+            f"--decoder-layers-to-keep {keeps['decoder']} differ; keep the same layers in both"
         )

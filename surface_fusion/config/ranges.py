@@ -19,23 +19,24 @@ class Range:
     """Finite numbers from *low* to *high*.
 
     Attributes:
-        over, under: whether *low* and *high* themselves are excluded.
-        also: further valid values with a special meaning.
+        low_excluded: whether *low* itself is invalid.
+        high_excluded: whether *high* itself is invalid.
+        special: further valid values.
         fault: the message's text after the value; by default it states the range.
     """
 
     low: float = -math.inf
     high: float = math.inf
-    over: bool = False
-    under: bool = False
-    also: tuple[float, ...] = ()
+    low_excluded: bool = False
+    high_excluded: bool = False
+    special: tuple[float, ...] = ()
     fault: str = ""
 
     def __contains__(self, value: float) -> bool:
-        if value in self.also:
+        if value in self.special:
             return True
-        above = value > self.low if self.over else value >= self.low
-        below = value < self.high if self.under else value <= self.high
+        above = value > self.low if self.low_excluded else value >= self.low
+        below = value < self.high if self.high_excluded else value <= self.high
         return math.isfinite(value) and above and below
 
     def message(self, flag: str, value: float) -> str:
@@ -43,20 +44,21 @@ class Range:
         if self.fault:
             return f"{flag} {value} {self.fault}"
         if math.isinf(self.low) and math.isinf(self.high):
-            words = "a finite number"
+            valid = "a finite number"
         elif math.isinf(self.high):
-            words = f"a number above {self.low:g}" if self.over else f"a number of at least {self.low:g}"
+            bound = "above" if self.low_excluded else "of at least"
+            valid = f"a number {bound} {self.low:g}"
         else:
-            words = f"a number in {'(' if self.over else '['}{self.low:g}, {self.high:g}"
-            words += ")" if self.under else "]"
-        return f"{flag} {value}: give " + " or ".join([words, *(f"{other:g}" for other in self.also)])
+            valid = f"a number in {'(' if self.low_excluded else '['}{self.low:g}, {self.high:g}"
+            valid += ")" if self.high_excluded else "]"
+        return f"{flag} {value}: give " + " or ".join([valid, *(f"{number:g}" for number in self.special)])
 
 
-PROBABILITY = Range(0, 1, under=True, fault="is not a probability below 1")
+PROBABILITY = Range(0, 1, high_excluded=True, fault="is not a probability below 1")
 SHARE = Range(0, 1)
 COUNT = Range(1)
-COUNT_OR_OFF = Range(0, also=(-1,))
-POSITIVE = Range(0, over=True)
+COUNT_OR_OFF = Range(0, special=(-1,))
+POSITIVE = Range(0, low_excluded=True)
 NOT_NEGATIVE = Range(0)
 FINITE = Range()
 SEED = Range(0, 4_000_000_000, fault="is not a seed: give an integer from 0 to 4000000000")
@@ -110,9 +112,9 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         "adaptive_softmax_factor fp16_init_scale amp_init_scale min_loss_scale threshold_loss_scale "
         "adam_eps temperature block_lr",
     ),
-    (Range(0, also=(-1,)), "heartbeat_timeout clip_norm"),
-    (Range(1, also=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
-    (Range(0, 1, over=True, also=(-1,)), "sampling_topp"),
+    (Range(0, special=(-1,)), "heartbeat_timeout clip_norm"),
+    (Range(1, special=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
+    (Range(0, 1, low_excluded=True, special=(-1,)), "sampling_topp"),
     (
         FINITE,
         """
@@ -120,7 +122,7 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     ),
     (SEED, "seed fixed_validation_seed"),
 )
-RANGES: dict[str, Range] = {name: kind for kind, names in _GROUPS for name in names.split()}
+RANGES: dict[str, Range] = {name: valid for valid, names in _GROUPS for name in names.split()}
 """Range by field name, such as ``label_smoothing``. ``config/model.py`` and ``config/encoder_fusion.py``
 check values that depend on other flags."""
 
@@ -135,12 +137,12 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         SurfaceFusionError: a number is out of range; names the flag, the value and the range.
     """
     for name, value in values.items():
-        kind = RANGES.get(name)
-        if kind is None:
+        valid = RANGES.get(name)
+        if valid is None:
             continue
         for number in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in kind:
-                raise SurfaceFusionError(kind.message(f"--{name.replace('_', '-')}", number))
+            if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in valid:
+                raise SurfaceFusionError(valid.message(f"--{name.replace('_', '-')}", number))
 
 
 def check_generation(values: Mapping[str, Any]) -> None:
@@ -151,7 +153,7 @@ def check_generation(values: Mapping[str, Any]) -> None:
     """
     nbest, beam = values.get("nbest", 1), values.get("beam", 5)
     if nbest > beam:
-        raise SurfaceFusionError(f"--nbest {nbest} asks for more than --beam {beam} finds; raise --beam")
+        raise SurfaceFusionError(f"--nbest {nbest} is more than --beam {beam}; raise --beam")
     shortest, longest = values.get("min_len", 1), values.get("max_len_b", 200)
     if values.get("max_len_a", 0) == 0 and shortest > longest:
         raise SurfaceFusionError(f"--min-len {shortest} is more than --max-len-b {longest}; lower it")
@@ -175,8 +177,8 @@ def check_config(cfg: DictConfig) -> None:
     schedule = sections.get("lr_scheduler", {})
     if schedule.get("_name") == "inverse_sqrt" and schedule.get("warmup_updates", 1) < 1:
         raise SurfaceFusionError(
-            "--warmup-updates 0 does not go with --lr-scheduler inverse_sqrt, which divides by it; give 1 or "
-            "more"
+            "--warmup-updates 0 cannot be used with --lr-scheduler inverse_sqrt, which divides by it; give 1 "
+            "or more"
         )
 
 

@@ -1,14 +1,15 @@
-"""``--criterion fused_label_smoothed_cross_entropy``: a fast ``label_smoothed_cross_entropy``.
+"""``--criterion fused_label_smoothed_cross_entropy``: ``label_smoothed_cross_entropy``, faster.
 
-The loss is computed on one of three paths with the same result. A training uses the first that supports its
-settings and logs which one:
+There are three paths, which compute the same loss. A training uses the first one that supports its settings,
+and logs which one and why not a faster one:
 
-1. forward, loss and backward on packed rows, in CUDA graphs on a GPU (``packed/step.py``);
-2. the model's own forward, then output layer and loss as one operation (``ops/linear_cross_entropy.py``);
-3. fairseq's loss (``--sf-plain``).
+1. packed: forward, loss and backward without padding, in CUDA graphs on a GPU (``packed/step.py``);
+2. fused: the model's own forward, then output layer and loss as one operation
+   (``ops/linear_cross_entropy.py``);
+3. plain: fairseq's loss (``--sf-plain``).
 
-With hard fusion it also logs ``normalized_nll_loss`` and ``normalized_ppl`` of the renormalised distribution,
-which are comparable with those of other models.
+With hard fusion, it also logs ``normalized_nll_loss`` and ``normalized_ppl``, those of the renormalised
+distribution, which can be compared with the loss and perplexity of other models.
 """
 
 import logging
@@ -47,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Path:
-    """How the loss is computed; :attr:`step` is the packed training step, on the first of the three paths."""
+class LossPath:
+    """How the loss is computed; :attr:`step` is the packed training step of the first path."""
 
     step: PackedStep | None = None
 
 
-FUSED, PLAIN = Path(), Path()
+FUSED, PLAIN = LossPath(), LossPath()
 """The second and the third path; compare by identity."""
 
 
@@ -66,7 +67,7 @@ class FusedLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionCon
 
 @register_criterion("fused_label_smoothed_cross_entropy", dataclass=FusedLabelSmoothedCrossEntropyConfig)
 class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
-    """Label-smoothed cross entropy on the fastest available path, see the module's docstring."""
+    """Label-smoothed cross entropy on the fastest path available, see the module's docstring."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
-        self._paths: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[Any, LossPath] = WeakKeyDictionary()
         self.statistics = OverlappedStatistics()
 
     def forward(
@@ -92,7 +93,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         path = self._path_of(model) if reduce else PLAIN
         heartbeat = getattr(model, "_heartbeat", None)
         if heartbeat is not None:
-            # DistributedTimeoutWrapper sets it in forward(), which the packed step bypasses.
+            # Set by DistributedTimeoutWrapper.forward, which the packed step bypasses.
             heartbeat.set()
         net_output = model(**sample["net_input"]) if path is PLAIN else None
         if path.step is not None:
@@ -126,8 +127,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             self.statistics.add(logging_output)
         return losses.loss, sample_size, logging_output
 
-    def _path_of(self, model: Any) -> "Path":
-        """Select the path of *model*: once, and again if a parameter of a packed step was frozen.
+    def _path_of(self, model: Any) -> LossPath:
+        """Return the path of *model*, selected once, and again if a parameter of a packed step is frozen.
 
         All processes of a training must select the same path.
         """
@@ -135,25 +136,25 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         if path is None or (path.step is not None and not path.step.packed.flat.requires_grad):
             path, description = self._select_path(model)
             self._paths[model] = path
-            level = logging.INFO if model.training else logging.DEBUG  # validation alone has no optimizer
+            level = logging.INFO if model.training else logging.DEBUG  # DEBUG for validation alone
             logger.log(level, f"fused_label_smoothed_cross_entropy: {description}")
         return path
 
     def packed_step(self, model: Any) -> PackedStep | None:
-        """The packed training step of *model*, or None if its path is not selected yet or another one."""
+        """Return the packed training step of *model*; None if another path or none is selected."""
         path = self._paths.get(model)
         return None if path is None else path.step
 
-    def _select_path(self, model: Any) -> tuple["Path", str]:
-        """The path of *model*, and a description for the log."""
+    def _select_path(self, model: Any) -> tuple[LossPath, str]:
+        """Select the path of *model*, and describe it for the log."""
         reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
         if reason is not None:
-            return PLAIN, f"the plain loss, because of {reason}"
+            return PLAIN, f"fairseq's loss, because of {reason}"
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if self.ignore_prefix_size > 0 and getattr(self.task.cfg, "left_pad_target", False):
             reason = "--ignore-prefix-size with --left-pad-target"  # the prefix then includes padding
         if reason is not None or flat is None:
-            return FUSED, f"output layer and loss in one; the layers as they are, because of {reason}"
+            return FUSED, f"output layer and loss fused; layers with padding, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
         step = PackedStep(packed, self.eps, self.ignore_prefix_size)
         device = (
@@ -161,7 +162,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             if flat.data.is_cuda
             else "on the CPU"
         )
-        return Path(step), f"batches without padding, {device}"
+        return LossPath(step), f"batches without padding, {device}"
 
     def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         return step.train(sample, last=not accumulating(model), before_last=self.statistics.start)
@@ -183,12 +184,12 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return LinearCrossEntropy(loss, nll, normalized)
 
     def _on_host(self, logged: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the values to the CPU without waiting: the trainer later waits for the gradient norm.
+        """Copy the values to the CPU asynchronously: the trainer later waits for the gradient norm.
 
-        With several processes the values stay on the GPU, where ``training/trainer.py`` sums them.
+        With several processes, the values stay on the GPU, where :attr:`statistics` sums them.
         """
-        one = next(iter(logged.values()))
-        if not one.is_cuda or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+        several_processes = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several_processes or not all(value.is_cuda for value in logged.values()):
             return logged
         values = torch.empty(len(logged), pin_memory=True)
         values.copy_(torch.stack(list(logged.values())), non_blocking=True)
@@ -197,7 +198,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Aggregate as fairseq does, and log the normalised perplexity."""
-        # Convert to numbers: fairseq's meters handle them faster than tensors, and the GPU is idle meanwhile.
+        # fairseq's meters handle numbers faster than tensors, and the GPU is idle meanwhile.
         logging_outputs = [
             {name: value.item() if torch.is_tensor(value) else value for name, value in output.items()}
             for output in logging_outputs

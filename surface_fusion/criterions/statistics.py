@@ -1,8 +1,9 @@
 """Sum logging outputs over processes while the backward runs.
 
 fairseq sums losses and token counts over processes after the backward and waits for the result before the
-optimizer step: 0.4 ms of GPU time per update. All of them are known after the forward, so the packed step
-(``packed/step.py``) starts the all-reduce before the backward, and the trainer reads the result later.
+optimizer step, which costs 0.4 ms of GPU time per update. All of these values are known after the forward.
+The packed step (``packed/step.py``) therefore starts the all-reduce before the backward, and the trainer
+reads the result later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,11 @@ class _Reduction(NamedTuple):
 
 
 class OverlappedStatistics:
-    """The sums of one update: expected by the trainer, started by the criterion, taken by the trainer.
+    """The sums of one update.
 
-    Sums that are not expected are not started. Sums of other outputs than the trainer's are discarded.
+    The trainer calls :meth:`expect` before the update. The criterion then calls :meth:`add` for each batch
+    and :meth:`start` before the last backward; both do nothing without :meth:`expect`. The trainer reads the
+    result with :meth:`take`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class OverlappedStatistics:
         self._copy_stream: Any = None
 
     def expect(self, extra: Sequence[float], group: Optional[dist.ProcessGroup] = None) -> None:
-        """Start an update whose sums will be taken.
+        """Begin an update.
 
         Args:
             extra: further numbers of this process to sum over processes.
@@ -54,11 +57,11 @@ class OverlappedStatistics:
             self._outputs.append(output)
 
     def start(self, scale: Tensor) -> None:
-        """Start summing the added outputs; call it before the backward of the update's last batch.
+        """Start the all-reduce of the added outputs; called before the backward of the update's last batch.
 
         Args:
             scale: factor of that batch's gradient, on the GPU if there is one. It is zero if this process has
-                only a dummy batch, whose outputs do not count.
+                only a dummy batch, whose outputs are then counted as zero.
         """
         if self._extra is None:
             return
@@ -73,7 +76,7 @@ class OverlappedStatistics:
         self._extra = None
 
     def _to_host(self, sums: Tensor, work: Any) -> tuple[Callable[[], Any], Tensor]:
-        """Copy *sums* to the host on a side stream; return a function that waits for it, and the copy."""
+        """Start copying *sums* to the host on a side stream; return a function that waits, and the copy."""
         if not sums.is_cuda:
             return work.wait, sums
         self._copy_stream = self._copy_stream or torch.cuda.Stream(sums.device)
@@ -89,7 +92,7 @@ class OverlappedStatistics:
     def take(self, outputs: LoggingOutputs) -> Optional[tuple[dict[str, float], list[float]]]:
         """Return the sums of *outputs* by name, and those of the extra numbers.
 
-        None if the sums of other outputs or none were started.
+        Returns None if no all-reduce was started, or one of other outputs than *outputs*.
         """
         started, self._started = self._started, None
         if started is None or not _same(started.outputs, outputs):
@@ -119,7 +122,7 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def _same(started: LoggingOutputs, outputs: LoggingOutputs) -> bool:
-    """Whether the task left the outputs as the criterion returned them."""
+    """Whether the outputs are unchanged: a task may modify what the criterion returned."""
     return [output.keys() for output in started] == [output.keys() for output in outputs] and all(
         before[name] is after[name] for before, after in zip(started, outputs, strict=True) for name in before
     )

@@ -1,1 +1,1 @@
-"""Files: atomic writes, and text files read line by line."""
+"""Write files atomically, and read text line by line."""

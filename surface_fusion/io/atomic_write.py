@@ -1,8 +1,8 @@
 """Write files atomically.
 
-A file is written under a new, unique name in the folder of its target and then renamed. A killed process
-leaves at most that temporary file, which :func:`remove_abandoned` removes. The file is not synchronised to
-the disk (no ``fsync``): a completed write survives a killed process, but not a power failure.
+A file is written to a temporary file in the folder of its target, which is then renamed. A killed process
+leaves at most the temporary file, which :func:`remove_abandoned` removes. There is no ``fsync``: a completed
+write survives a killed process, but not a power failure.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ class WriteError(SurfaceFusionError):
     """A file cannot be written.
 
     Attributes:
-        passing: whether another attempt may succeed, as after an error of a network file system.
+        transient: whether another attempt may succeed, as after an error of a network file system.
     """
 
     def __init__(self, path: PathLike, error: OSError) -> None:
         advice = _ADVICE.get(error.errno or 0, "write to another path")
         super().__init__(f"cannot write {os.fspath(path)}: {error.strerror or error}; {advice}")
-        self.passing = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+        self.transient = error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
     if os.path.exists(path) and not os.path.isfile(path):
         raise SurfaceFusionError(f"{path} is not a regular file and cannot be overwritten; give another name")
     try:
-        raw, beside = _create_beside(os.fspath(path))
+        raw, temporary = _create_temporary(os.fspath(path))
     except OSError as error:
         raise WriteError(path, error) from error
     try:
@@ -73,10 +73,10 @@ def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
                 os.fchmod(raw.fileno(), stat.S_IMODE(os.stat(path).st_mode))
             file.flush()
             with raw.recorded():
-                os.replace(beside, path)
+                os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.remove(beside)
+            os.remove(temporary)
         failure = raw.failure
         if failure is None and isinstance(error, OSError) and error.errno in FULL:
             failure = error
@@ -100,15 +100,13 @@ def remove_abandoned(folder: PathLike) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(
-                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # fails while the writer holds the lock
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer has the lock
                 os.remove(path)
             finally:
                 os.close(descriptor)
 
 
-class _File(io.FileIO):
+class _RecordingFile(io.FileIO):
     """Records the first OSError: torch.save replaces it by an exception without errno."""
 
     failure: Optional[OSError] = None
@@ -126,23 +124,23 @@ class _File(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        with self.recorded():  # a full network file system may report it here
+        with self.recorded():  # a network file system may report a full disk here
             super().close()
 
 
-def _create_beside(path: str) -> tuple[_File, str]:
-    """Create a locked file in the folder of *path*; return it and its name."""
+def _create_temporary(path: str) -> tuple[_RecordingFile, str]:
+    """Create a locked file in the folder of *path*; return it and its path."""
     folder, name = os.path.split(path)
     while True:
         # At most 40 characters of the name, so that the total length is valid.
-        beside = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
         try:
             # O_EXCL: fail if a file or link of this name exists.
-            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             continue
         with contextlib.suppress(OSError):  # the file system does not support locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
-            return _File(descriptor, "wb"), beside
-        os.close(descriptor)  # another process removed it before it was locked
+            return _RecordingFile(descriptor, "wb"), temporary
+        os.close(descriptor)  # another process removed the file before it was locked

@@ -1,4 +1,4 @@
-"""Split text into lines; the whole package uses these functions.
+"""Read text line by line; the whole package uses these functions.
 
 A line ends with a line feed, optionally preceded by a carriage return. No other character ends a line: not a
 lone carriage return, nor VT, FF, FS, GS, RS, U+0085, U+2028 or U+2029, at which ``str.splitlines`` or
@@ -17,7 +17,7 @@ from surface_fusion.errors import SurfaceFusionError
 BYTE_ORDER_MARK = "\ufeff"
 
 PAUSE = 0.05
-"""Seconds without input after which :func:`bursts` yields a partial list."""
+"""Seconds without input after which :func:`batches_of_lines` yields a partial list."""
 
 
 def without_line_end(line: str) -> str:
@@ -55,7 +55,7 @@ def read_lines(path: str | Path) -> list[str]:
     return lines
 
 
-def typed_lines(stream: Any) -> Iterator[str]:
+def iterate_lines(stream: Any) -> Iterator[str]:
     """Yield the lines of *stream* as they arrive; bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -68,14 +68,14 @@ def typed_lines(stream: Any) -> Iterator[str]:
         first = False
 
 
-def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str]]:
-    """Yield lists of up to *at_most* lines; a partial list is yielded after *pause* seconds without input.
+def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[list[str]]:
+    """Yield lists of *size* lines; shorter ones at the end and after *pause* seconds without input.
 
-    Bytes that are not UTF-8 become U+FFFD. At most one list and 64 KiB after it are held in memory.
+    Bytes that are not UTF-8 become U+FFFD. At most one list and 64 KiB after it are in memory.
 
     Args:
         stream: a text stream such as ``sys.stdin``, of which nothing has been read.
-        at_most: maximum lines per list.
+        size: maximum number of lines per list.
         pause: in seconds.
     """
     try:
@@ -83,15 +83,15 @@ def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
     except (AttributeError, OSError):  # a stream in memory, or a system without poll
-        yield from _groups(typed_lines(stream), at_most)
+        yield from _groups(iterate_lines(stream), size)
         return
     incomplete: list[bytes] = []  # parts of the last line
     ready: list[bytes] = []
     first, ended = True, False
     while ready or not ended:
-        # Read the descriptor directly: poll does not see what Python's buffers hold.
+        # Read the descriptor directly: poll does not see the content of Python's buffers.
         chunk = None
-        if not ended and len(ready) < at_most and poll.poll(1000 * pause if ready else None):
+        if not ended and len(ready) < size and poll.poll(1000 * pause if ready else None):
             chunk = os.read(descriptor, 1 << 16)
         if chunk:
             *whole, last = chunk.split(b"\n")
@@ -102,19 +102,19 @@ def bursts(stream: Any, at_most: int, pause: float = PAUSE) -> Iterator[list[str
         elif chunk is not None:
             ended = True
             ready += filter(None, [b"".join(incomplete)])
-        if ready and (not chunk or len(ready) >= at_most):
-            part, ready = ready[:at_most], ready[at_most:]
-            lines = [without_line_end(line.decode("utf-8", "replace")) for line in part]
+        if ready and (not chunk or len(ready) >= size):
+            batch, ready = ready[:size], ready[size:]
+            lines = [without_line_end(line.decode("utf-8", "replace")) for line in batch]
             if first:
                 lines[0], first = lines[0].removeprefix(BYTE_ORDER_MARK), False
             yield lines
 
 
-def _groups(lines: Iterator[str], at_most: int) -> Iterator[list[str]]:
+def _groups(lines: Iterator[str], size: int) -> Iterator[list[str]]:
     group = []
     for line in lines:
         group.append(line)
-        if len(group) == at_most:
+        if len(group) == size:
             yield group
             group = []
     if group:

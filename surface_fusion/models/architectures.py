@@ -1,4 +1,4 @@
-"""Named architectures for ``-a NAME``. They set sizes only and end by calling :func:`base_architecture`."""
+"""Named architectures for ``-a NAME``. Each sets sizes, then calls :func:`base_architecture`."""
 
 import logging
 from argparse import Namespace
@@ -8,7 +8,7 @@ from typing import Any
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer import transformer_legacy as plain
 
-from surface_fusion.config.command_line import settle_command_line
+from surface_fusion.config.command_line import normalise_command_line
 from surface_fusion.config.legacy_flags import fill_defaults, flatten_sections
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 
@@ -19,21 +19,21 @@ ATTENTION_DROPOUT = 0.1
 
 
 def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_architecture) -> None:
-    """Flatten YAML sections and set the default of ``--attention-dropout``; called before sizes are set.
+    """Flatten YAML sections and set the default of ``--attention-dropout``; call it before sizes are set.
 
-    With ``--surfacefusion`` the default is 0.1, as in the published code; without it, it is that of
+    The default is 0.1 with ``--surfacefusion``, as in the published code, and otherwise that of
     *plain_architecture*, mostly 0. If the two differ, one line is logged.
     """
     flatten_sections(args)
     if getattr(args, "surfacefusion", None) is None or hasattr(args, "attention_dropout"):
         return
     args.attention_dropout = ATTENTION_DROPOUT
-    without = Namespace()
-    plain_architecture(without)
-    if without.attention_dropout != ATTENTION_DROPOUT:
+    plain_defaults = Namespace()
+    plain_architecture(plain_defaults)
+    if plain_defaults.attention_dropout != ATTENTION_DROPOUT:
         logger.info(
             f"--attention-dropout {ATTENTION_DROPOUT}: the default with --surfacefusion, as published; "
-            f"without --surfacefusion it is {without.attention_dropout}: to compare the two, give "
+            f"without --surfacefusion it is {plain_defaults.attention_dropout}: to compare the two, give "
             "--attention-dropout to both trainings"
         )
 
@@ -44,7 +44,7 @@ def base_architecture(args: Any) -> None:
     _prepare(args)
     plain.base_architecture(args)
     fill_defaults(args)
-    settle_command_line(args)
+    normalise_command_line(args)
 
 
 @register_model_architecture(MODEL_NAME, f"{MODEL_NAME}_tiny")
@@ -59,7 +59,7 @@ def tiny(args: Any) -> None:
 
 
 def _sized_like(plain_architecture: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A SurfaceFusion architecture with the sizes of one of fairseq's Transformers."""
+    """Return a SurfaceFusion architecture with the sizes of one of fairseq's Transformers."""
 
     def architecture(args: Any) -> None:
         _prepare(args, plain_architecture)

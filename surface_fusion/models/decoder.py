@@ -1,4 +1,4 @@
-"""fairseq's decoder with a softmax layer that also reads the source embeddings.
+"""Transformer decoder whose softmax layer also reads the source embeddings.
 
 With h the output of the last decoder layer and r the vector read from the source embeddings (both B x T x C):
 
@@ -88,10 +88,10 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
 
         In the soft and postnorm modes the fused distribution does as well.
         """
-        plain = [self.fc2] if self.cfg.sf_ffn else []
+        zeroed = [self.fc2] if self.cfg.sf_ffn else []
         if self.cfg.surfacefusion == "att" and not self.paired and not self.cfg.mode.gated:
-            plain.append(self.sf_attn.out_proj)
-        for module in plain:
+            zeroed.append(self.sf_attn.out_proj)
+        for module in zeroed:
             module.weight.zero_()
             module.bias.zero_()
         if self.cfg.sf_linear:
@@ -115,14 +115,14 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute logits as fairseq's decoder does; incremental decoding uses the fast path if possible.
 
-        On the fast path (:mod:`surface_fusion.decoding.incremental`) ``extra`` holds no inner states, and no
-        attention if ``make_generation_fast_`` has switched it off.
+        On the fast path (:mod:`surface_fusion.decoding.incremental`), ``extra`` contains no inner states,
+        and no attention if ``make_generation_fast_`` has disabled it.
         """
         state = None
         if incremental_state is not None:
             state = self.get_incremental_state(incremental_state, STATE)
-            unusual = any(x is not None and x is not False for x in kwargs.values())
-            if encoder_out is not None and not incremental_state and not unusual:
+            has_options = any(x is not None and x is not False for x in kwargs.values())
+            if encoder_out is not None and not incremental_state and not has_options:
                 state = self.fast_decoding.new_state(self, prev_output_tokens, encoder_out)
                 if state is not None:
                     self.set_incremental_state(incremental_state, STATE, state)
@@ -164,7 +164,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         if self.cfg.surfacefusion is None:
             return x, extra
         if encoder_out is None:
-            raise ValueError("surface fusion needs the encoder's output, encoder_out is None")
+            raise ValueError("encoder_out is None; surface fusion needs the encoder's output")
         surface = encoder_out["encoder_embedding"][0]
         if self.cfg.surfacefusion == "att":
             query = extra["inner_states"][self.query_depth]
@@ -219,14 +219,14 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             logits = torch.cat([logits, gate, 1 - gate], dim=-1)
         return logits
 
-    @torch.jit.unused  # fairseq exports the model's method that calls this, so even a trace compiles it
+    @torch.jit.unused  # tracing compiles it otherwise: fairseq exports the model's method that calls it
     def get_normalized_probs(
         self,
         net_output: tuple[Tensor, Optional[dict[str, list[Optional[Tensor]]]]],
         log_probs: bool,
         sample: Optional[dict[str, Tensor]] = None,
     ) -> Tensor:
-        """(Log-)probabilities of the fused distribution, ... x V, in float32 at least.
+        """Return the (log-)probabilities of the fused distribution, ... x V, in float32 at least.
 
         In hard mode they sum to less than 1, as published.
         """

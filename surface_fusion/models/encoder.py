@@ -1,15 +1,15 @@
-"""fairseq's encoder, which also passes the source embeddings (the surface) to the decoder.
+"""Transformer encoder that also passes the source embeddings (the surface) to the decoder.
 
-``encoder_out["encoder_embedding"]`` holds the surface that the softmax layer reads:
+``encoder_out["encoder_embedding"]`` is the surface that the softmax layer reads:
 
 * ``att``: the scaled source embeddings ``sqrt(d) E[src]``, B x S x C, or with ``--sf-posedemb`` the encoder's
   input; they share the dropout mask of the encoder's input;
 * ``mean``, ``max``: one pooled vector per sentence, B x 1 x C, with its own dropout.
 
-fairseq reorders this entry in beam search like the others. ``encoder_out["encoder_out"]`` holds the fused
-outputs of the layers (``--encoder-fusion``). If each decoder layer attends to a tensor of its own
-(``--layer-wise-attention``, transparent attention), it holds all of them concatenated on the channel axis,
-followed by the encoder's output, see ``modules/layerwise_attention.py``.
+fairseq reorders this entry in beam search like the others. ``encoder_out["encoder_out"]`` is the fusion of
+the layers' outputs (``--encoder-fusion``). If each decoder layer attends to a tensor of its own
+(``--layer-wise-attention``, transparent attention), these are concatenated on the channel axis, followed by
+the encoder's output, see ``modules/layerwise_attention.py``.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from surface_fusion.modules.word_dropout import WordDropout
 
 
 class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
-    """Transformer encoder for surface fusion, encoder layer fusion, layer-wise attention."""
+    """Transformer encoder with surface fusion, encoder layer fusion and layer-wise attention."""
 
     if TYPE_CHECKING:  # TorchScript would read these annotations as attribute types
         layers: Any  # fairseq's ModuleList
@@ -52,10 +52,10 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
             self.layers = CombinedLayers(self.layers, self.combination)
         key_is_trained = cfg.surfacefusion == "att" and cfg.sf_no_detach
         if isinstance(self.fusion, LayerAttention) and self.layer_norm is not None and not key_is_trained:
-            self.layer_norm.requires_grad_(False)  # it only normalises the surface's key, which is detached
+            self.layer_norm.requires_grad_(False)  # its only output is the surface's key, which is detached
 
     def build_encoder_layer(self, cfg: Any) -> Any:
-        """Build a layer as fairseq does; with ``--no-encoder-fnn`` without the feed-forward sublayer."""
+        """Build a layer as fairseq does; ``--no-encoder-fnn`` removes its feed-forward sublayer."""
         layer = super().build_encoder_layer(cfg)
         return without_feed_forward(layer) if cfg.no_encoder_fnn else layer
 
@@ -97,7 +97,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
             return fused if self.layer_norm is None else self.layer_norm(fused)
         if self.cfg.surfacefusion != "att":
             return fused
-        return torch.cat([fused, *out["encoder_out"]], dim=-1)  # the surface's key stays the encoder's output
+        return torch.cat([fused, *out["encoder_out"]], dim=-1)  # the surface's key is the encoder's output
 
     def reorder_encoder_out(
         self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor

@@ -1,4 +1,4 @@
-"""The loaded translation model that ``SurfaceFusionModel.from_pretrained`` returns."""
+"""The Python interface for translating text, which ``SurfaceFusionModel.from_pretrained`` returns."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ from surface_fusion.errors import SurfaceFusionError
 MAX_TOKENS = 12000
 """Maximum tokens of a batch, the default of ``generate``."""
 
-OF_GENERATE = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
-"""Keywords of fairseq's ``generate`` that are not search settings."""
+NOT_SEARCH_SETTINGS = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
+"""Keywords of fairseq's ``generate`` that are not fields of ``GenerationConfig``."""
 
 Hypothesis = dict[str, Any]
 
@@ -30,8 +30,8 @@ Hypothesis = dict[str, Any]
 class TranslationHub(GeneratorHubInterface):
     """fairseq's hub interface for translation models.
 
-    It returns one result per line, in the order of the lines. An empty line has an empty translation, and so
-    has a line that exceeds the model's positions; the latter is logged as a warning with its number.
+    It returns one result per line, in the order of the lines. The translation of an empty line is empty. So
+    is that of a line that exceeds the model's positions; a warning gives its number.
 
     The training's ``--max-tokens`` and ``--batch-size`` do not limit batches; pass *max_tokens* or
     *batch_size* to ``from_pretrained`` to limit them.
@@ -49,8 +49,8 @@ class TranslationHub(GeneratorHubInterface):
             **kwargs: *nbest*, and further fields of fairseq's ``GenerationConfig``, such as *lenpen*.
 
         Returns:
-            A string per sentence; with *nbest* above 1 a list of at most that many, the best first. For a
-            single string, its result instead of a list of results.
+            A string per sentence; with *nbest* above 1, a list of at most *nbest* strings, the best first.
+            For a single string, its result instead of a list of results.
 
         Raises:
             SurfaceFusionError: *nbest* is less than 1 or more than *beam*, or a setting is unknown or out of
@@ -65,9 +65,9 @@ class TranslationHub(GeneratorHubInterface):
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
         results = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
-        lists = [[self.decode(each["tokens"]) for each in hypotheses] for hypotheses in results]
+        texts = [[self.decode(hypothesis["tokens"]) for hypothesis in hypotheses] for hypotheses in results]
         nbest = kwargs.get("nbest") or self.cfg.generation.nbest
-        return [texts[:nbest] if nbest > 1 else texts[0] for texts in lists]
+        return [nbest_list[:nbest] if nbest > 1 else nbest_list[0] for nbest_list in texts]
 
     def generate(
         self,
@@ -97,7 +97,7 @@ class TranslationHub(GeneratorHubInterface):
         Raises:
             SurfaceFusionError: as for :meth:`translate`.
         """
-        _check_settings({"beam": beam, **kwargs}, OF_GENERATE)
+        _check_settings({"beam": beam, **kwargs}, NOT_SEARCH_SETTINGS)
         if nbest is not None and not 1 <= nbest <= beam:
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
@@ -137,17 +137,17 @@ class TranslationHub(GeneratorHubInterface):
             pair = [translations] if isinstance(translations, str) else translations
             return self.score([sentences], pair, **kwargs)[0]
         if translations is None or isinstance(translations, str) or len(translations) != len(sentences):
-            given = 1 if isinstance(translations, str) else len(translations or ())
+            count = 1 if isinstance(translations, str) else len(translations or ())
             raise SurfaceFusionError(
-                f"score: {len(sentences)} sentences but {given} translations; give one for each sentence"
+                f"score: {len(sentences)} sentences but {count} translations; give one for each sentence"
             )
         source = [self.encode(sentence) for sentence in sentences]
         target = [self._encode_target(translation) for translation in translations]
         limits = self.max_positions
-        fits = set(fitting(source, position_limit(limits, "source")))
-        indices = sorted(fits.intersection(fitting(target, position_limit(limits, "target"))))
+        source_fits = set(fitting(source, position_limit(limits, "source")))
+        indices = sorted(source_fits.intersection(fitting(target, position_limit(limits, "target"))))
         scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
-        return [each[0] for each in in_order(scored, indices, len(source), self.tgt_dict.eos())]
+        return [hypotheses[0] for hypotheses in in_order(scored, indices, len(source), self.tgt_dict.eos())]
 
     def _encode_target(self, translation: str) -> Tensor:
         pieces = self.apply_bpe(self.tokenize(translation))
@@ -187,9 +187,9 @@ class TranslationHub(GeneratorHubInterface):
         return [results[i] for i in range(len(source))]
 
 
-def _check_settings(given: dict[str, Any], others: Iterable[str] = ()) -> None:
-    known = {*(f.name for f in fields(GenerationConfig)), *others}
-    for name in given:
+def _check_settings(settings: dict[str, Any], further: Iterable[str] = ()) -> None:
+    known = {*(f.name for f in fields(GenerationConfig)), *further}
+    for name in settings:
         if name not in known:
             raise unknown_setting(f"{name} is not a generation setting", name, known)
-    check_ranges(given)
+    check_ranges(settings)

@@ -23,7 +23,7 @@ MODEL_NAME = "transformer_surface_fusion"
 
 @register_model(MODEL_NAME)
 class SurfaceFusionModel(TransformerModelBase):
-    """Transformer whose softmax layer also reads the source embeddings.
+    """Transformer with surface fusion and encoder layer fusion; without these flags, a plain Transformer.
 
     With ``--sf-plain`` and no fusion flag, it consists of fairseq's own encoder and decoder.
 
@@ -44,7 +44,7 @@ class SurfaceFusionModel(TransformerModelBase):
         """Build a model from the Namespace of a command line or old checkpoint, or from a YAML config.
 
         Raises:
-            SurfaceFusionError: a model cannot be built with the value of a flag.
+            SurfaceFusionError: the value of a flag is invalid.
         """
         normalise_pruning(cfg)
         cfg = SurfaceFusionConfig.from_namespace(cfg)
@@ -60,7 +60,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
-        """Build a SurfaceFusion encoder; fairseq's with ``--sf-plain`` if it implements all the flags."""
+        """Build the encoder; with ``--sf-plain`` fairseq's, if it implements all the flags."""
         if cfg.encoder_fusion == "extra-layers":
             cfg = with_extra_layers(cfg)
         if cfg.fairseqs_own:
@@ -69,7 +69,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     @classmethod
     def build_decoder(cls, cfg: SurfaceFusionConfig, tgt_dict: Any, embed_tokens: Any) -> Any:
-        """Build a SurfaceFusion decoder; fairseq's with ``--sf-plain`` if it implements all the flags."""
+        """Build the decoder; with ``--sf-plain`` fairseq's, if it implements all the flags."""
         if cfg.fairseqs_own:
             return super().build_decoder(cfg, tgt_dict, embed_tokens)
         return SurfaceFusionDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)

@@ -1,4 +1,4 @@
-"""Adapt the parameters of a checkpoint to a model.
+"""Adapt checkpoints of the published code and of plain Transformers to a model.
 
 The published code allocates parameters that it never uses: a learned gate when the gate is fixed, linear
 maps without ``--sf-linear``, attention for mean and max. This package does not allocate them. A checkpoint
@@ -28,7 +28,7 @@ FUSION_PARAMETERS = (
     "decoder.src_out_dim.",
     "decoder.meanmaxweight",
 )
-# Transparent attention: published parameter name -> SurfaceFusion name. (One more was never used.)
+# Transparent attention: published parameter name -> name in this package.
 PUBLISHED_LAYER_ATTENTION = {
     "decoder.ta_weight": "encoder.fusion.weight",
     "decoder.ta_final_layernorm.": "encoder.fusion.layer_norm.",
@@ -58,19 +58,19 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
         SurfaceFusionError: some but not all fusion parameters are missing, trained parameters have no
             counterpart in the model, a shape differs, or the sizes of the dictionaries differ.
     """
-    wanted = model.state_dict()
+    expected = model.state_dict()
     published = all(name in state_dict for name in PUBLISHED)
     if model.cfg.memory_per_layer:
-        _rename_layer_attention(state_dict, wanted)
+        _rename_layer_attention(state_dict, expected)
     plain = model.cfg.surfacefusion is None and model.cfg.encoder_fusion is None
-    _drop_unused(model, state_dict, wanted, published, plain)
+    _drop_unused(model, state_dict, expected, published, plain)
     extra = tuple(f"encoder.layers.{i}." for i in model.cfg.extra_layer_numbers)
     families: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
         "surface": (FUSION_PARAMETERS, lambda model: model.decoder.start_as_plain()),
         "encoder layer": (OUR_ENCODER_FUSION + extra, _start_encoder_as_plain),
     }
     for family, (names, start_as_plain) in families.items():
-        missing = [n for n in wanted if n.startswith(names) and n not in state_dict]
+        missing = [n for n in expected if n.startswith(names) and n not in state_dict]
         if not missing:
             continue
         if any(n.startswith(names) for n in state_dict):
@@ -80,11 +80,11 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
             )
         start_as_plain(model)
         logger.info(
-            f"the checkpoint has no {family} fusion: {len(missing)} fusion parameters keep their fresh "
+            f"the checkpoint has no {family} fusion: {len(missing)} fusion parameters keep their initial "
             f"values ({', '.join(missing)})"
         )
-        state_dict.update({name: wanted[name] for name in missing})
-    _check_shapes(wanted, state_dict)
+        state_dict.update({name: expected[name] for name in missing})
+    _check_shapes(expected, state_dict)
 
 
 def _start_encoder_as_plain(model: Any) -> None:
@@ -94,22 +94,22 @@ def _start_encoder_as_plain(model: Any) -> None:
     start_layers_as_plain(model.encoder.layers[i] for i in model.cfg.extra_layer_numbers)
 
 
-def _rename_layer_attention(state_dict: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Rename the published code's parameters to SurfaceFusion's names.
+def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Rename the published code's parameters of transparent attention to this package's names.
 
     Raises:
         SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, which normalised after the
             feed-forward layer.
     """
     published_ffn = any(name.startswith("encoder.layernorm_allsource.") for name in state_dict)
-    if NORM_FIRST in wanted and published_ffn:
-        state_dict[NORM_FIRST] = wanted[NORM_FIRST]
+    if NORM_FIRST in expected and published_ffn:
+        state_dict[NORM_FIRST] = expected[NORM_FIRST]
     for name in list(state_dict):
         for old, new in PUBLISHED_LAYER_ATTENTION.items():
             if name.startswith(old):
                 state_dict[new + name[len(old) :]] = state_dict.pop(name)
-    ours = any(name.startswith("encoder.fusion.ffn_norm.") for name in state_dict)
-    if NORM_FIRST in wanted and ours and NORM_FIRST not in state_dict:
+    has_ffn = any(name.startswith("encoder.fusion.ffn_norm.") for name in state_dict)
+    if NORM_FIRST in expected and has_ffn and NORM_FIRST not in state_dict:
         raise _logged(
             "the checkpoint was trained by surface-fusion 0.1.0 with --ta-ffn and "
             "--encoder-normalize-before; its LayerNorm follows the feed-forward layer, here it precedes it, "
@@ -118,12 +118,12 @@ def _rename_layer_attention(state_dict: dict[str, Tensor], wanted: dict[str, Ten
 
 
 def _drop_unused(
-    model: Any, state_dict: dict[str, Tensor], wanted: dict[str, Tensor], published: bool, plain: bool
+    model: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor], published: bool, plain: bool
 ) -> None:
     unused = [
         name
         for name in state_dict
-        if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in wanted
+        if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in expected
     ]
     if not unused:
         return
@@ -133,18 +133,18 @@ def _drop_unused(
     )
     never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
     if model.cfg.surfacefusion is None:
-        never_used += FUSION_PARAMETERS  # the published code can switch surface fusion off only by gate 1
+        never_used += FUSION_PARAMETERS  # in the published code only gate 1 disables surface fusion
     if not plain and not (published and all(name.startswith(never_used) for name in unused)):
         raise _logged(
-            f"the checkpoint was trained with fusion parameters that this model has no use for "
+            f"the checkpoint was trained with fusion parameters that this model does not use "
             f"({', '.join(unused)}); give the flags that it was trained with"
         )
     for name in unused:
         del state_dict[name]
     if plain:
         logger.warning(
-            f"dropped {len(unused)} parameters of fusion ({', '.join(unused)}): this model is a "
-            "plain Transformer; if that is not meant, give the flags that the checkpoint was trained with"
+            f"dropped {len(unused)} fusion parameters ({', '.join(unused)}): this model is a plain "
+            "Transformer; if this is not intended, give the flags that the checkpoint was trained with"
         )
     else:
         logger.info(
@@ -153,19 +153,19 @@ def _drop_unused(
         )
 
 
-def _check_shapes(wanted: dict[str, Tensor], state_dict: dict[str, Tensor]) -> None:
+def _check_shapes(expected: dict[str, Tensor], state_dict: dict[str, Tensor]) -> None:
     for side, name in (("source", "encoder"), ("target", "decoder")):
         key = f"{name}.embed_tokens.weight"
-        if key in state_dict and len(state_dict[key]) != len(wanted[key]):
+        if key in state_dict and len(state_dict[key]) != len(expected[key]):
             raise _logged(
-                f"the {side} dictionary has {len(wanted[key])} entries but the checkpoint was trained with "
+                f"the {side} dictionary has {len(expected[key])} entries but the checkpoint was trained with "
                 f"{len(state_dict[key])}; use the data folder (dict.*.txt) of its training"
             )
     for key, value in state_dict.items():
-        if key in wanted and wanted[key].shape != value.shape:
+        if key in expected and expected[key].shape != value.shape:
             raise _logged(
                 f"parameter {key} has shape {tuple(value.shape)} in the checkpoint and "
-                f"{tuple(wanted[key].shape)} in the model; give the flags that it was trained with"
+                f"{tuple(expected[key].shape)} in the model; give the flags that it was trained with"
             )
 
 

@@ -35,7 +35,7 @@ def test_a_line_a_token() -> None:
         assert (p, gate) == (f"{token.p_fused:.2f}", "0.80")
         assert marks == "*" * token.decides + "=" * token.copies
     decided = sum(token.decides for token in tokens)
-    assert f"changed the likeliest token: {decided} of 3" in note
+    assert f"changed the most probable token: {decided} of 3" in note
     surface = align.align(loaded, 0)[0]
     best = surface.weights[0].max()
     assert f"{surface.source[int(surface.weights[0].argmax())]} {best:.2f}" in lines[0]
@@ -52,7 +52,7 @@ def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.Monke
     _, *lines, note = explain(loaded)
     for line, token, marks in zip(lines, marked, (" *=", " =", ""), strict=True):
         assert re.split("  +", line)[4] == words[token.surface] + marks
-    assert "token: 1 of 3; = it names a token of the source: 2" in note
+    assert "token: 1 of 3; = its most probable token is in the source: 2" in note
 
 
 def test_files_cost_no_pass_of_the_model(tmp_path: Path) -> None:

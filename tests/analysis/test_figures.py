@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from surface_fusion.analysis.figures import LARGEST, heat_map, save_figure
+from surface_fusion.analysis.figures import MAX_INCHES, heat_map, save_figure
 
 NAMES = (
     "$x$",
@@ -54,5 +54,5 @@ def test_many_names_make_no_endless_picture(tmp_path: Path) -> None:
         column_label="",
         numbers=False,
     )
-    assert tuple(figure.get_size_inches()) == (LARGEST, LARGEST)
+    assert tuple(figure.get_size_inches()) == (MAX_INCHES, MAX_INCHES)
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()][:3] == ["c0", "c3", "c6"]

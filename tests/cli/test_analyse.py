@@ -97,7 +97,7 @@ def test_align(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
         assert (tmp_path / f"align_{name}.png").exists()
     capsys.readouterr()
     assert main([*argv, "--sentence", "40"]) == 2
-    assert "--sentence 40: the test set has sentences 0 to 39" in capsys.readouterr().err
+    assert "--sentence 40: give 0 to 39, the sentences of the test set" in capsys.readouterr().err
 
 
 def test_all(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

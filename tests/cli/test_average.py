@@ -53,7 +53,7 @@ def test_nothing_is_left_beside_the_result(command, save_dir, tmp_path, mean):
         (("a.pt",), "the following arguments are required: -o/--output"),
         (("--last", "two", ".", "-o", "mean.pt"), "two is not a number of checkpoints"),
         (("--last", 2, "nowhere", "-o", "mean.pt"), "checkpoint folder nowhere does not exist"),
-        (("--last", 2, ".", "-o", "mean.pt"), "holds 0 files named checkpointEPOCH.pt, not 2"),
+        (("--last", 2, ".", "-o", "mean.pt"), "has 0 files named checkpointEPOCH.pt, not 2"),
         (("a.pt", "mean.pt", "-o", "./mean.pt"), "./mean.pt is one of the checkpoints to average"),
         (("a.pt", "-o", "mean.pt"), "checkpoint a.pt does not exist"),
     ],
@@ -76,7 +76,7 @@ def test_another_model_is_refused_by_parameter_and_file(command, checkpoint, tmp
 
 def test_a_folder_is_not_written_over(command, checkpoint, tmp_path):
     result = command("average", checkpoint, "-o", tmp_path)
-    assert result.status == 2 and "is not a file that could be written over" in result.err
+    assert result.status == 2 and "is not a regular file and cannot be overwritten" in result.err
     assert list(tmp_path.iterdir()) == []
 
 

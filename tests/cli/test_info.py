@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import surface_fusion
-from surface_fusion.cli.info import fusion_in_words
+from surface_fusion.cli.info import describe_fusion
 from surface_fusion.cli.main import main
 from tests.helpers.small_training import SIZES
 
@@ -175,5 +175,5 @@ def test_an_unsafe_checkpoint_is_named_so(command, checkpoint, tmp_path):
         ),
     ],
 )
-def test_fusion_in_words(flags, words):
-    assert fusion_in_words(Namespace(arch="transformer_surface_fusion", **flags)) == words
+def test_describe_fusion(flags, words):
+    assert describe_fusion(Namespace(arch="transformer_surface_fusion", **flags)) == words

@@ -21,10 +21,10 @@ from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
         (("--update-freq", 0), "--update-freq 0: give a number of at least 1"),
         (("--seed", -1), "--seed -1 is not a seed: give an integer from 0 to 4000000000"),
-        (("--encoder-embed-dim", 3, "--encoder-attention-heads", 1), "--encoder-embed-dim 3 is too narrow"),
+        (("--encoder-embed-dim", 3, "--encoder-attention-heads", 1), "--encoder-embed-dim 3 is too small"),
         (
             ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),
-            "--warmup-updates 0 does not go with --lr-scheduler inverse_sqrt",
+            "--warmup-updates 0 cannot be used with --lr-scheduler inverse_sqrt",
         ),
     ],
 )
@@ -44,7 +44,7 @@ def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        (("--nbest", 5, "--beam", 2), "--nbest 5 asks for more than --beam 2 finds"),
+        (("--nbest", 5, "--beam", 2), "--nbest 5 is more than --beam 2; raise --beam"),
         (("--beam", 0), "--beam 0: give a number of at least 1"),
         (("--beam", -1), "--beam -1: give a number of at least 1"),
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
@@ -64,7 +64,7 @@ def test_generation(refused, data, checkpoint, verb, flags, line):
     [
         ("sf_gat", "did you mean sf_gate?"),
         ("encoder_layer", "did you mean encoder_layers?"),
-        ("qq", "take it out"),
+        ("qq", "remove it"),
     ],
 )
 def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
@@ -75,7 +75,7 @@ def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
 
 def test_an_override_of_another_type(refused, data, checkpoint):
     flags = ("--path", checkpoint, "--cpu", "--model-overrides", "{'dropout': 'much'}")
-    assert refused("generate", data, *flags) == "--dropout 'much' is not a number; give one"
+    assert refused("generate", data, *flags) == "--dropout 'much': give a number"
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])

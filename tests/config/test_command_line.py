@@ -76,7 +76,7 @@ def test_min_lr_is_answered_with_one_line(caplog: pytest.LogCaptureFixture) -> N
         args = parse("--min-lr", "1e-09", "--lr-scheduler", "inverse_sqrt")
     assert args.stop_min_lr == 1e-9
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("surface_fusion")]
-    assert lines == ["--min-lr 1e-09: fairseq calls it --stop-min-lr now; taken as that"]
+    assert lines == ["--min-lr 1e-09 is read as --stop-min-lr, fairseq's current name of the flag"]
 
 
 def test_without_it_nothing_is_said_and_the_default_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_the_flags_of_flat_adam() -> None:
     ],
 )
 def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
-    with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} does not go .* use --optimizer adam"):
+    with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} cannot be used .* use --optimizer adam"):
         parse("--optimizer", "flat_adam", *flags)
     parse("--optimizer", "adam", *flags)
 

@@ -102,7 +102,7 @@ def test_a_plain_transformer_can_be_pruned_too() -> None:
     [
         (
             ("--decoder-layers-to-keep", "1,4,5"),
-            "[1, 4, 5] names a layer that is not there; choose from 0 to 3",
+            "[1, 4, 5] names a layer that does not exist; choose from 0 to 3",
         ),
         (("--encoder-layers-to-keep", "0,9"), "--encoder-layers-to-keep [0, 9] names a layer"),
         (("--decoder-layers-to-keep", "2,3", "--sf-idx", "1"), "[2, 3] keeps no layer up to --sf-idx 1"),

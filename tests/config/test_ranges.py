@@ -77,14 +77,14 @@ def test_every_default_is_in_its_range() -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_what_lies_outside_is_refused(name: str) -> None:
-    kind = RANGES[name]
+    valid = RANGES[name]
     outside = [math.nan, math.inf, -math.inf]
-    outside += [kind.low - 1] if math.isfinite(kind.low) else []
-    outside += [kind.high + 1] if math.isfinite(kind.high) else []
-    outside += [kind.low] if kind.over else []
-    outside += [kind.high] if kind.under else []
+    outside += [valid.low - 1] if math.isfinite(valid.low) else []
+    outside += [valid.high + 1] if math.isfinite(valid.high) else []
+    outside += [valid.low] if valid.low_excluded else []
+    outside += [valid.high] if valid.high_excluded else []
     for value in outside:
-        if value in kind.also:
+        if value in valid.special:
             continue
         with pytest.raises(SurfaceFusionError) as error:
             check_ranges({name: value})
@@ -96,10 +96,10 @@ def test_what_lies_outside_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_what_lies_inside_is_not(name: str) -> None:
-    kind = RANGES[name]
-    inside = [*kind.also, 1 if 1 in kind else 0.5]
-    inside += [kind.low] if math.isfinite(kind.low) and not kind.over else []
-    inside += [kind.high] if math.isfinite(kind.high) and not kind.under else []
+    valid = RANGES[name]
+    inside = [*valid.special, 1 if 1 in valid else 0.5]
+    inside += [valid.low] if math.isfinite(valid.low) and not valid.low_excluded else []
+    inside += [valid.high] if math.isfinite(valid.high) and not valid.high_excluded else []
     for value in inside:
         check_ranges({name: value})
     check_ranges({name: None})
@@ -162,7 +162,7 @@ def test_the_command_line_of_a_training(flags: tuple[str, str]) -> None:
 def test_sinusoidal_positions_need_a_width(dim: str) -> None:
     heads = ("--encoder-attention-heads", "1", "--decoder-attention-heads", "1")
     narrow = ("--encoder-embed-dim", dim, *heads)
-    with pytest.raises(SurfaceFusionError, match=f"--encoder-embed-dim {dim} is too narrow"):
+    with pytest.raises(SurfaceFusionError, match=f"--encoder-embed-dim {dim} is too small"):
         build(*narrow)
     build(*narrow, "--encoder-learned-pos", "--decoder-learned-pos")
 
@@ -170,7 +170,7 @@ def test_sinusoidal_positions_need_a_width(dim: str) -> None:
 @pytest.mark.parametrize(
     "values, text",
     [
-        ({"nbest": 5, "beam": 2}, "--nbest 5 asks for more than --beam 2 finds"),
+        ({"nbest": 5, "beam": 2}, "--nbest 5 is more than --beam 2; raise --beam"),
         ({"min_len": 20, "max_len_a": 0, "max_len_b": 10}, "--min-len 20 is more than --max-len-b 10"),
         ({"shard_id": 2, "num_shards": 2}, "--shard-id 2: give a number below --num-shards 2"),
     ],
@@ -184,7 +184,7 @@ def test_settings_of_generation_that_contradict_each_other(values: dict[str, Any
 def test_a_schedule_that_divides_by_its_warm_up() -> None:
     flags = ("--optimizer", "adam", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "0")
     cfg = convert_namespace_to_omegaconf(parse(*SIZES, *flags))
-    with pytest.raises(SurfaceFusionError, match="--warmup-updates 0 does not go with"):
+    with pytest.raises(SurfaceFusionError, match="--warmup-updates 0 cannot be used with"):
         check_config(cfg)
 
 
@@ -194,5 +194,5 @@ def test_yaml_and_overrides_of_a_model() -> None:
         SurfaceFusionConfig.from_namespace(yaml)
     args = parse(*SIZES)
     args.attention_dropout = "much"  # as --model-overrides can
-    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much' is not a number"):
+    with pytest.raises(SurfaceFusionError, match="--attention-dropout 'much': give a number"):
         SurfaceFusionConfig.from_namespace(args)

@@ -27,10 +27,10 @@ def config(*flags: str) -> SurfaceFusionConfig:
         (("--sf-idx", "2"), "--sf-idx 2 is out of range for 2 decoder layers; give a value from -2 to 1"),
         (("--sf-idx=-3",), "--sf-idx -3 is out of range for 2 decoder layers"),
         (("--decoder-layers", "0"), "--surfacefusion att with --decoder-layers 0"),
-        (("--sf-mode", "soft", "--sf-renormalize"), "--sf-renormalize belongs to --sf-mode hard; soft is"),
+        (("--sf-mode", "soft", "--sf-renormalize"), "--sf-renormalize needs --sf-mode hard; soft is"),
         (
             ("--decoder-output-dim", "8", "--share-decoder-input-output-embed"),
-            "--decoder-output-dim 8: an output that shares the decoder's embedding has its width, 16",
+            "--decoder-output-dim 8: an output layer that shares the decoder's embedding has its width, 16",
         ),
         (("--adaptive-softmax-cutoff", "10,20"), "--adaptive-softmax-cutoff [10, 20] cannot be used"),
         (
@@ -109,7 +109,7 @@ def test_tau_is_checked(tau: str) -> None:
 
 def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
     build("--sf-mode", "soft", "--sf-idx", "0")
-    assert "--sf-mode, --sf-idx: without effect, since --surfacefusion is not given" in caplog.messages
+    assert "--sf-mode, --sf-idx: no effect without --surfacefusion" in caplog.messages
     caplog.clear()
     build()
     assert [r.message for r in caplog.records if r.name.startswith("surface_fusion")] == []

@@ -104,7 +104,7 @@ def test_what_a_yaml_run_stores_builds_the_same_model() -> None:
             {"sf_gat": 0.8},
             "model.sf_gat in the YAML config is not an option of this model; did you mean sf_gate?",
         ),
-        ({"zzz": 1}, "model.zzz in the YAML config is not an option of this model; take it out"),
+        ({"zzz": 1}, "model.zzz in the YAML config is not an option of this model; remove it"),
         (
             {"encoder": {"layer": 2}},
             "model.encoder_layer in the YAML config is not an option of this model; "

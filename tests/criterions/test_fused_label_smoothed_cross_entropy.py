@@ -40,9 +40,9 @@ MODELS = {
 UNNORMALISED = ("hard", "learned gate", "mean", "max, learned gate")
 WAYS = {
     "packed": "batches without padding, on the CPU",
-    "fused": "output layer and loss in one; the layers as they are, because of an optimizer that is not "
+    "fused": "output layer and loss fused; layers with padding, because of an optimizer that is not "
     "flat_adam",
-    "plain": "the plain loss, because of --sf-plain",
+    "plain": "fairseq's loss, because of --sf-plain",
 }
 SAMPLES = [batch((5, 7, 3), (6, 4, 5), extra_src=1, extra_tgt=2), batch((2, 8), (9, 1), seed=1)]
 _, TASK = build()
@@ -165,7 +165,7 @@ def test_the_mode_whose_loss_only_the_plain_way_knows(caplog: pytest.LogCaptureF
     expected, _, expected_log = fairseqs()(model_of("plain", *flags), SAMPLES[0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_logged(logged, expected_log)
-    assert said_by_criterion(caplog) == ["the plain loss, because of --sf-mode postnorm_v1"]
+    assert said_by_criterion(caplog) == ["fairseq's loss, because of --sf-mode postnorm_v1"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -197,7 +197,7 @@ def test_finetune_from_a_plain_transformer(
         *("train", data, *TRAIN, "--finetune-from-model", tmp_path / "plain.pt", "--save-dir", tmp_path)
     )
     [line] = [line for line in done.stdout.splitlines() if "has no surface fusion" in line]
-    assert "12 fusion parameters keep their fresh values" in line
+    assert "12 fusion parameters keep their initial values" in line
     assert "decoder.sf_attn.q_proj.weight" in line
     updates = train_log(done.stdout, "train_inner")
     assert [update["num_updates"] for update in updates] == ["1", "2"]

@@ -113,8 +113,8 @@ def test_a_name_as_long_as_there_can_be(tmp_path: Path, name: str) -> None:
 
 
 def test_only_errors_that_may_pass_are_tried_again() -> None:
-    assert WriteError("a", OSError(errno.EIO, "Input/output error")).passing
-    assert not WriteError("a", OSError(errno.ENOSPC, "No space left on device")).passing
+    assert WriteError("a", OSError(errno.EIO, "Input/output error")).transient
+    assert not WriteError("a", OSError(errno.ENOSPC, "No space left on device")).transient
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.io.lines import bursts, read_lines, split_lines, typed_lines
+from surface_fusion.io.lines import batches_of_lines, iterate_lines, read_lines, split_lines
 
 NO_LINE_ENDS = "\r \v \f \x1c \x1d \x1e \x85 \u2028 \u2029"
 LINES = ["first", f"a {NO_LINE_ENDS} b", "", "\r", "caf\u00e9\u2028", "last"]
@@ -23,11 +23,11 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     # Line 4 is "\r\n": an empty line with the line end of Windows.
     expected = [line if line != "\r" else "" for line in LINES]
     assert read_lines(path) == split_lines(TEXT) == expected
-    assert list(typed_lines(io.TextIOWrapper(io.BytesIO(TEXT.encode())))) == expected
-    assert list(typed_lines(io.StringIO(TEXT))) == expected
+    assert list(iterate_lines(io.TextIOWrapper(io.BytesIO(TEXT.encode())))) == expected
+    assert list(iterate_lines(io.StringIO(TEXT))) == expected
     with path.open() as file:
-        assert [line for part in bursts(file, 4) for line in part] == expected
-    assert [line for part in bursts(io.StringIO(TEXT), 4) for line in part] == expected
+        assert [line for part in batches_of_lines(file, 4) for line in part] == expected
+    assert [line for part in batches_of_lines(io.StringIO(TEXT), 4) for line in part] == expected
 
 
 @pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\n\n", "a\n\nb"])
@@ -37,7 +37,7 @@ def test_a_last_line_may_lack_its_line_feed(text: str, tmp_path: Path) -> None:
     expected = text.removesuffix("\n").split("\n") if text else []
     assert read_lines(path) == split_lines(text) == expected
     with path.open() as file:
-        assert [line for part in bursts(file, 4) for line in part] == expected
+        assert [line for part in batches_of_lines(file, 4) for line in part] == expected
 
 
 def test_bytes_that_are_no_text_are_named_by_line_and_byte(tmp_path: Path) -> None:
@@ -46,14 +46,14 @@ def test_bytes_that_are_no_text_are_named_by_line_and_byte(tmp_path: Path) -> No
     with pytest.raises(SurfaceFusionError, match=r"latin1\.txt is not UTF-8 text: .* at byte 4 of line 2"):
         read_lines(path)
     with path.open("rb") as file:
-        assert list(typed_lines(file)) == ["fine", "sch\ufffdn"]
+        assert list(iterate_lines(file)) == ["fine", "sch\ufffdn"]
 
 
 def test_lines_are_handed_on_when_the_input_pauses() -> None:
     """A burst of five, a part of a line, its rest: nobody waits for the end of the input."""
     read, write = os.pipe()
     with os.fdopen(read) as stream:
-        found = bursts(stream, 4, pause=0.2)
+        found = batches_of_lines(stream, 4, pause=0.2)
         os.write(write, b"1\n2\n3\n4\n5\nsi")
         assert (next(found), next(found)) == (["1", "2", "3", "4"], ["5"])
         os.write(write, b"x\n")
@@ -70,7 +70,7 @@ def test_a_file_is_read_as_it_is_used(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("".join(f"line {i}\n" for i in range(20_000)))
     with path.open() as file:
-        found = bursts(file, 64)
+        found = batches_of_lines(file, 64)
         first = next(found)
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) <= 1 << 16
         rest = list(found)

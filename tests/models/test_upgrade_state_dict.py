@@ -122,7 +122,7 @@ def test_a_plain_transformer_keeps_the_fresh_fusion(
 def test_a_fused_checkpoint_in_a_plain_model_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
     load((), published(ATT))
     (line,) = lines(caplog)
-    assert line.startswith(f"dropped {len(FUSION | set(UNUSED))} parameters of fusion (")
+    assert line.startswith(f"dropped {len(FUSION | set(UNUSED))} fusion parameters (")
     assert line.endswith("give the flags that the checkpoint was trained with")
     assert caplog.records[-1].levelno == logging.WARNING
 
@@ -244,7 +244,7 @@ def test_trained_parameters_are_not_dropped(
     trained: tuple[str, ...], wanted: tuple[str, ...], name: str
 ) -> None:
     state = dict(shaken(*trained).state_dict())
-    with pytest.raises(SurfaceFusionError, match=f"fusion parameters that this model has no use for.*{name}"):
+    with pytest.raises(SurfaceFusionError, match=f"fusion parameters that this model does not use.*{name}"):
         load(wanted, state)
 
 

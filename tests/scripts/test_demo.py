@@ -45,7 +45,7 @@ def test_hard_fusion_is_shown_normalised_so_that_the_order_of_curves_is_right(tm
     stats = {"epoch": 1, "valid_nll_loss": "6.158", "valid_num_updates": "40"}
     hard.write_text(json.dumps({**stats, "valid_normalized_nll_loss": "6.024"}))
     plain.write_text(json.dumps({**stats, "valid_nll_loss": "6.125"}))
-    read, shown = script("plot_curve").read, script("progress").shown
+    read, shown = script("plot_curve").read, script("progress").progress
     assert read(hard, "valid") == [(40, 6.024)]
     assert read(plain, "valid") == [(40, 6.125)]
     assert shown(hard.read_text(), 100) == " 40 of 100 updates, epoch 1: validation loss 6.02"
@@ -125,7 +125,7 @@ def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
 
 
 def test_progress_is_short_and_in_bits() -> None:
-    shown = script("progress").shown
+    shown = script("progress").progress
     said = [line for line in (shown(line, 100) for line in LOG.splitlines()) if line is not None]
     assert said[0] == " 31 of 100 updates, epoch 1: training loss 8.00"
     assert said[1] == " 40 of 100 updates, epoch 1: validation loss 6.00"
@@ -192,7 +192,7 @@ def test_the_demo_shows_relative_paths_and_keeps_logs_in_files(tmp_path: Path) -
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    assert f"Paths below are as from {clone}\n" in said[0]
+    assert f"Paths below are relative to {clone}\n" in said[0]
     assert str(clone) not in said[1] and "chatter" not in said[0]
     assert "31 of 20 updates, epoch 1: training loss 8.00\n" in said[0] and "train_inner" not in said[0]
     assert "Cats' eyes are very sensitive to light.\n    Salut 0\n" in said[0]
@@ -211,7 +211,7 @@ def test_a_training_that_was_begun_with_other_flags_is_not_gone_on_with(tmp_path
     (run / "flags").write_text("--cpu\n")
     done = subprocess.run(["bash", script, "--quick", "--seed", "2"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"{run} was begun with the flags '--cpu', not '--seed 2'; delete it" in done.stderr
+    assert f"{run} was started with the flags '--cpu', not '--seed 2'; delete it" in done.stderr
 
 
 def test_help_is_the_demos_and_nothing_is_begun() -> None:

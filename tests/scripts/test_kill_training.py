@@ -47,11 +47,11 @@ def test_a_difference_is_named() -> None:
         ("", True, "killed before it said so"),
     ],
 )
-def test_where_a_start_went_on(log: str, had_checkpoint: bool, words: str) -> None:
-    assert words in kill_training.where_it_went_on(log, had_checkpoint)
+def test_where_a_training_resumed(log: str, had_checkpoint: bool, words: str) -> None:
+    assert words in kill_training.resumed_from(log, had_checkpoint)
 
 
 @pytest.mark.parametrize("log", ["No existing checkpoint found a", "checkpoint a is damaged: its table"])
 def test_a_start_that_lost_something_fails(log: str) -> None:
     with pytest.raises(kill_training.Failure):
-        kill_training.where_it_went_on(log, True)
+        kill_training.resumed_from(log, True)

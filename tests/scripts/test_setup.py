@@ -172,7 +172,7 @@ def test_missing_venv_module(clone: Clone) -> None:
     done = clone.setup(FAKE_NO_VENV="yes")
     assert done.returncode == 1
     assert done.stderr == (
-        "setup: Python 3.11.7 (python3) cannot make virtual environments: it lacks venv or ensurepip "
+        "setup: Python 3.11.7 (python3) cannot create virtual environments: it lacks venv or ensurepip "
         "(Debian, Ubuntu: apt-get install python3-venv)\n"
     )
 
@@ -190,7 +190,7 @@ def test_broken_environment(clone: Clone) -> None:
     (clone.venv / "bin" / "python").symlink_to("/nowhere/python3.11")
     done = clone.setup()
     assert done.returncode == 1
-    assert f"the Python of {clone.venv} does not start any more" in done.stderr
+    assert f"the Python of {clone.venv} does not run" in done.stderr
 
 
 def test_moved_clone(clone: Clone) -> None:
@@ -199,7 +199,7 @@ def test_moved_clone(clone: Clone) -> None:
     clone.root = old.rename(old.with_name("moved"))
     done = clone.setup()
     assert done.returncode == 1
-    assert f"was set up under another name ({old}, {old}/.venv)" in done.stderr
+    assert f"was set up under another path ({old}, {old}/.venv)" in done.stderr
 
 
 def test_relative_place(clone: Clone, tmp_path: Path) -> None:

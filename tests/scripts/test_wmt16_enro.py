@@ -153,7 +153,7 @@ class TestPrepare:
         assert list((tmp_path / "out").iterdir()) == []
 
     def test_no_archive(self, run: Run, tmp_path: Path) -> None:
-        assert "which archive?" in refusal(run("prepare.sh", status=2))
+        assert "no archive given" in refusal(run("prepare.sh", status=2))
         assert refusal(run("prepare.sh", "nowhere.tar.gz", status=2)) == (
             "prepare.sh: archive nowhere.tar.gz does not exist"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surface_fusion.analysis.ablation import change
+from surface_fusion.analysis.ablation import percent_change
 from tests.scripts.bench.conftest import BENCH, script
 
 FIGURES = BENCH.parent / "figures"
@@ -73,7 +73,7 @@ def test_models_or_what_was_measured(
 
 
 def test_a_change_is_relative_to_the_whole_model() -> None:
-    assert change(19.0, 20.0) == pytest.approx(-5)
-    assert math.isnan(change(1.0, 0.0))
+    assert percent_change(19.0, 20.0) == pytest.approx(-5)
+    assert math.isnan(percent_change(1.0, 0.0))
     assert all(map(math.isnan, script("paper_figures")._moments((math.nan, math.nan))))
     assert script("paper_figures")._moments((1.0, 3.0)) == (2.0, pytest.approx(2**0.5))

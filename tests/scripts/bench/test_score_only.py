@@ -80,11 +80,9 @@ def test_what_is_missing_is_named_and_nothing_made(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith("--score-only scores what --work DIR holds; give it")
+        .endswith("--score-only needs --work DIR, the folder of the translations")
     )
-    with pytest.raises(
-        SystemExit, match=r"^--work \S*work: \S*en-ro holds no data-bin of these scripts; give"
-    ):
+    with pytest.raises(SystemExit, match=r"^--work \S*work: \S*en-ro has no data-bin of these scripts; give"):
         run(*ARGV, *flags, "--work", tmp_path / "work")
     assert contents(tmp_path) == []
     leave("vanilla", 1, MACHINE)
@@ -97,7 +95,7 @@ def test_what_is_missing_is_named_and_nothing_made(
         ),
     ):
         with pytest.raises(
-            SystemExit, match=f"^\\S*en-ro holds no outcome.json of {names}; leave out --score-only"
+            SystemExit, match=f"^\\S*en-ro has no outcome.json of {names}; leave out --score-only"
         ):
             run(*script_and_flags, "--work", tmp_path / "work")
     assert contents(tmp_path) == before
@@ -108,7 +106,7 @@ def test_what_differs_is_named_with_both_values(
 ) -> None:
     kept = leave("vanilla", 1, MACHINE)
     argv = ("methods", "--quick", "--cpu", "--score-only", "--method", "vanilla", "--seeds", 1)
-    with pytest.raises(SystemExit, match=r"does not hold it.*: --dtype fp16 \(here fp32\)$"):
+    with pytest.raises(SystemExit, match=r"was trained with other flags.*: --dtype fp16 \(here fp32\)$"):
         run(*argv, "--work", tmp_path / "work")
     with pytest.raises(SystemExit, match=r": --max-tokens 800 \(here 9\)$"):
         run(*argv, "--dtype", "fp16", "--max-tokens", 9, "--work", tmp_path / "work")

@@ -55,7 +55,7 @@ def test_a_child_gets_one_of_the_gpus_that_we_see(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
     assert environment()["CUDA_VISIBLE_DEVICES"] == "2,5"
-    with pytest.raises(SystemExit, match="CUDA_VISIBLE_DEVICES=2,5 has no GPU number 2, from 0; name more"):
+    with pytest.raises(SystemExit, match=r"CUDA_VISIBLE_DEVICES=2,5 has no GPU number 2 \(from 0\); name"):
         environment(2)
 
 
@@ -145,7 +145,7 @@ def test_one_thing_is_varied_at_a_time() -> None:
 def test_translations_that_differ_are_counted() -> None:
     one = SimpleNamespace(best=[[1, 2], [3]], scores=[-1.0, -2.0])
     other = SimpleNamespace(best=[[1, 2], [4]], scores=[-1.5, -2.25])
-    assert script("decode").differing(one, other) == [0.25]
+    assert script("decode").score_differences(one, other) == [0.25]
 
 
 @pytest.mark.parametrize("contender", ["fairseq", "plain", "fast"])
@@ -210,7 +210,7 @@ def test_all_tables_and_their_picture(
     run("decode", "--quick", "--cpu", "-o", out)
     assert "fp32, batch 128: 0 of 40 translations differ\n" in capsys.readouterr().out
     run("decode", "--quick", "--cpu", "--length", 5, "--contender", "fairseq", "-o", out)
-    assert "fairseq: 5.0 tokens a translation" in capsys.readouterr().out
+    assert "fairseq: 5.0 tokens per translation" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"--length 5000: the model translates at most 1023 tokens"):
         run("decode", "--quick", "--cpu", "--length", 5000, "--contender", "fairseq", "-o", out)
     rows = script("results").read_rows(out)
@@ -247,7 +247,7 @@ def test_what_a_kernel_does() -> None:
 
 def test_kernels_side_by_side_count_once() -> None:
     profile = script("step_profile")
-    pieces = [profile.Piece("gemm", *when) for when in ((0.0, 1000.0), (500.0, 1000.0), (4000.0, 500.0))]
+    pieces = [profile.KernelRun("gemm", *when) for when in ((0.0, 1000.0), (500.0, 1000.0), (4000.0, 500.0))]
     assert profile.busy(pieces) == 2.0 and profile.milliseconds(pieces) == {"matrix products": 2.5}
 
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_a_table_that_is_missing_is_one_line(run: Callable[..., None], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"nothere\.csv is no file; give a CSV"):
+    with pytest.raises(SystemExit, match=r"nothere\.csv is not a file; give a CSV"):
         run("plot", tmp_path / "nothere.csv", "-o", tmp_path / "x.png")
 
 

@@ -1,4 +1,4 @@
-"""Make the outputs of preprocess and generate atomic."""
+"""Make the outputs of preprocess and generate atomic: complete files or none."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ LOG = "preprocess.log"
 
 
 @contextlib.contextmanager
-def whole_results(verb: str, command: Any) -> Iterator[None]:
-    """Let *command* (a module of ``fairseq_cli``) write complete files or none, while the block runs.
+def atomic_outputs(verb: str, command: Any) -> Iterator[None]:
+    """Inside the block, *command* (a module of ``fairseq_cli``) writes its outputs atomically.
 
     Raises:
         SurfaceFusionError: an output cannot be written; earlier files are unchanged.
@@ -40,7 +40,7 @@ def whole_results(verb: str, command: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: str, mode: str, buffering: int, encoding: str) -> Iterator[io.TextIOWrapper]:
-    """Replaces ``open`` in ``fairseq_cli.generate``, which opens the file of ``--results-path``."""
+    """Atomic replacement of ``open`` in ``fairseq_cli.generate``, for the file of ``--results-path``."""
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding=encoding)
         yield text
@@ -51,7 +51,7 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
     """Run ``fairseq_cli.preprocess.main`` in a new folder in *args.destdir*, then move the files there."""
     destdir = args.destdir
     _refuse_other_dictionaries(args)
-    made = not os.path.exists(destdir)
+    created = not os.path.exists(destdir)
     os.makedirs(destdir, exist_ok=True)
     try:
         args.destdir = tempfile.mkdtemp(prefix=".preprocess.", suffix=".tmp", dir=destdir)
@@ -72,8 +72,8 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         _close_logs(logger, args.destdir)
         shutil.rmtree(args.destdir, ignore_errors=True)
         args.destdir = destdir
-        if made:
-            with contextlib.suppress(OSError):  # not empty after a success
+        if created:
+            with contextlib.suppress(OSError):  # it is not empty after a success
                 os.rmdir(destdir)
 
 
@@ -109,12 +109,12 @@ def _close_logs(logger: logging.Logger, folder: str) -> None:
 class _RenameFolder(logging.Filter):
     """Rewrites log messages: temporary folder -> the user's folder."""
 
-    def __init__(self, new: str, given: str) -> None:
+    def __init__(self, temporary: str, destdir: str) -> None:
         super().__init__()
-        self.new, self.given = new, given
+        self.temporary, self.destdir = temporary, destdir
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every record."""
         if isinstance(record.msg, str):
-            record.msg = record.msg.replace(self.new, self.given)
+            record.msg = record.msg.replace(self.temporary, self.destdir)
         return True

@@ -82,7 +82,7 @@ else:
         "import surface_fusion.encoder_fusion, fairseq.models",
         "from surface_fusion import SurfaceFusionModel, compat",
         # Modules that registration imports as well: their own import has not ended when it does.
-        "import surface_fusion.config.encoder_fusion",
+        "import surface_fusion.config.encoder_fusion_flags",
         "import surface_fusion.sequence_generator",
         "import surface_fusion.compat.warning_filters",
         "from surface_fusion.decoding.eligibility import why_not_fast",
@@ -103,7 +103,7 @@ def test_a_spawned_process_is_registered() -> None:
 import multiprocessing
 import surface_fusion
 from fairseq.models import MODEL_REGISTRY
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:

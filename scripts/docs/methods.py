@@ -15,7 +15,7 @@ import torch
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import nn
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.encoder_fusion import Combination, EncoderFusion, ExtraLayers, LayerAttention, methods
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"

@@ -19,7 +19,7 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, 
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.checkpoint_allowlist import refusals
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS

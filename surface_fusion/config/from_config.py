@@ -23,7 +23,7 @@ def build_fusion(cfg: Any) -> FusionMethod | None:
     """Build the module that fuses the encoder's states, or None if the method has none.
 
     Args:
-        cfg: a :class:`surface_fusion.config.model.SurfaceFusionConfig`.
+        cfg: a :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
     """
     method: Any = methods().get(cfg.encoder_fusion)
     if method is None or issubclass(method, (ExtraLayers, Combination)):

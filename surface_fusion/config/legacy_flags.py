@@ -6,8 +6,8 @@ from typing import Any
 from fairseq.models.transformer import TransformerConfig
 from omegaconf import DictConfig
 
-from surface_fusion.config.encoder_fusion import normalise_encoder_fusion
-from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
+from surface_fusion.config.encoder_fusion_flags import normalise_encoder_fusion
+from surface_fusion.config.flags import SECTIONS, SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 
 

@@ -123,7 +123,7 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     (SEED, "seed fixed_validation_seed"),
 )
 RANGES: dict[str, Range] = {name: valid for valid, names in _GROUPS for name in names.split()}
-"""Range by field name, such as ``label_smoothing``. ``config/model.py`` and ``config/encoder_fusion.py``
+"""Range by field name, such as ``label_smoothing``. ``config/flags.py`` and ``config/encoder_fusion_flags.py``
 check values that depend on other flags."""
 
 
@@ -165,7 +165,7 @@ def check_generation(values: Mapping[str, Any]) -> None:
 def check_config(cfg: DictConfig) -> None:
     """Check fairseq's complete configuration for values out of range and contradictions.
 
-    The model section is checked by :meth:`surface_fusion.config.model.SurfaceFusionConfig.check`.
+    The model section is checked by :meth:`surface_fusion.config.flags.SurfaceFusionConfig.check`.
 
     Raises:
         SurfaceFusionError: a value is invalid.

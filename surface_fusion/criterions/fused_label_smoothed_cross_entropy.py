@@ -29,7 +29,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 from torch import Tensor
 
-from surface_fusion.config.model import PLAIN_HELP
+from surface_fusion.config.flags import PLAIN_HELP
 from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy

@@ -8,7 +8,7 @@ from typing import Any
 
 from fairseq.trainer import Trainer
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.config.ranges import check_config
 from surface_fusion.packed.eligibility import unwrapped
 from surface_fusion.training.notices import log_notices

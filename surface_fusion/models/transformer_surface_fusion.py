@@ -7,8 +7,8 @@ from fairseq import hub_utils
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.config.from_config import with_extra_layers
-from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.config.pruning import normalise_pruning
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.decoder import SurfaceFusionDecoder
@@ -27,7 +27,7 @@ class SurfaceFusionModel(TransformerModelBase):
 
     With ``--sf-plain`` and no fusion flag, it consists of fairseq's own encoder and decoder.
 
-    Flags: :class:`surface_fusion.config.model.SurfaceFusionConfig`.
+    Flags: :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
     """
 
     def __init__(self, cfg: Any, encoder: Any, decoder: Any) -> None:

@@ -19,7 +19,7 @@ from fairseq.optim import FairseqOptimizer, register_optimizer
 from omegaconf import II
 from torch import Tensor, nn
 
-from surface_fusion.config.model import PLAIN_HELP
+from surface_fusion.config.flags import PLAIN_HELP
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.adam import AdamOptions, fused_adam, plain_adam
 from surface_fusion.ops.precision import accumulation_dtype

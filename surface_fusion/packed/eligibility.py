@@ -6,7 +6,7 @@ import torch
 from fairseq.distributed import FullyShardedDataParallel
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
 from surface_fusion.modules.stacks import SCALES, layers_of

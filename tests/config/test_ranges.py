@@ -14,7 +14,7 @@ from fairseq.optim.lr_scheduler import LR_SCHEDULER_DATACLASS_REGISTRY
 from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
-from surface_fusion.config.model import SECTIONS, SurfaceFusionConfig
+from surface_fusion.config.flags import SECTIONS, SurfaceFusionConfig
 from surface_fusion.config.ranges import RANGES, check_config, check_generation, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.optim.flat_adam import FlatAdamConfig

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.errors import SurfaceFusionError
 from tests.helpers.tiny import SIZES, build, parse
 
@@ -138,5 +138,5 @@ def test_flags_on_the_embedding_layer_that_do_nothing(
     flags: tuple[str, ...], text: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(*flags)
-    said = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.encoder_fusion"]
+    said = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.encoder_fusion_flags"]
     assert said == ([] if text is None else [f"{flags[0]}: without effect {text}"])

@@ -15,7 +15,7 @@ import yaml
 from fairseq import options
 from omegaconf import OmegaConf
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from tests.conftest import RunFairseq
 from tests.helpers.paths import ROOT
 from tests.helpers.published_commands import FAST, TRAIN

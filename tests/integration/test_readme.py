@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fairseq.models.transformer import TransformerConfig
 
-from surface_fusion.config.model import SurfaceFusionConfig
+from surface_fusion.config.flags import SurfaceFusionConfig
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

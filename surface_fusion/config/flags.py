@@ -15,7 +15,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from omegaconf import DictConfig
 
-from surface_fusion.config.encoder_fusion import EncoderFusionConfig
+from surface_fusion.config.encoder_fusion_flags import EncoderFusionConfig
 from surface_fusion.config.ranges import RANGES, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.distributions import MODES, Mode

@@ -8,8 +8,8 @@ from dataclasses import fields
 import pytest
 from fairseq.models.transformer import TransformerConfig
 
+from surface_fusion.config.flags import SurfaceFusionConfig
 from surface_fusion.config.legacy_flags import fill_defaults
-from surface_fusion.config.model import SurfaceFusionConfig
 from surface_fusion.models.architectures import base_architecture
 from tests.helpers.tiny import SIZES, build, parse
 
@@ -159,9 +159,9 @@ def test_published_positions_of_transparent_attention_reach_the_surface() -> Non
 def test_encoder_layers_that_nothing_attends_to_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--layer-wise-attention", "--encoder-layers", "4")
     config(*flags, *ATT, "--sf-no-detach")
-    assert not [r for r in caplog.records if r.name == "surface_fusion.config.model"]
+    assert not [r for r in caplog.records if r.name == "surface_fusion.config.flags"]
     config(*flags)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.model"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.flags"]
     assert "no decoder layer attends to the last 2 encoder layers" in line
 
 

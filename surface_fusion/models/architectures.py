@@ -8,8 +8,8 @@ from typing import Any
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer import transformer_legacy as plain
 
-from surface_fusion.config.command_line import normalise_command_line
 from surface_fusion.config.legacy_flags import fill_defaults, flatten_sections
+from surface_fusion.config.training_flags import normalise_training_flags
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def base_architecture(args: Any) -> None:
     _prepare(args)
     plain.base_architecture(args)
     fill_defaults(args)
-    normalise_command_line(args)
+    normalise_training_flags(args)
 
 
 @register_model_architecture(MODEL_NAME, f"{MODEL_NAME}_tiny")

@@ -13,7 +13,7 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def normalise_command_line(args: Any) -> None:
+def normalise_training_flags(args: Any) -> None:
     """Replace old names of flags and set derived ones, in place; only if *args* is a training command line.
 
     * ``--min-lr`` becomes ``--stop-min-lr``, unless the learning-rate scheduler has a flag of that name.

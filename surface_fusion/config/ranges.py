@@ -123,8 +123,10 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
     (SEED, "seed fixed_validation_seed"),
 )
 RANGES: dict[str, Range] = {name: valid for valid, names in _GROUPS for name in names.split()}
-"""Range by field name, such as ``label_smoothing``. ``config/flags.py`` and ``config/encoder_fusion_flags.py``
-check values that depend on other flags."""
+"""Range by field name, such as ``label_smoothing``.
+
+``flags.py`` and ``encoder_fusion_flags.py`` check values that depend on other flags.
+"""
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:

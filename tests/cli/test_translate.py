@@ -74,7 +74,7 @@ def test_the_same_alone_and_among_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More lines than are translated at once, of several lengths."""
-    text = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[: translate.LINES_AT_ONCE + 6]
+    text = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[: translate.MAX_LINES + 6]
     together, _ = translated(folder, "\n".join(text) + "\n", monkeypatch, capsys)
     assert len(together) == len(text)
     for i in (0, 3, len(text) - 1):
@@ -89,10 +89,10 @@ def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
 
 def test_a_line_that_is_too_long_is_named_on_stderr(folder: Path) -> None:
     """By its number in the whole input, which is translated in parts."""
-    text = b"Tom is here.\n" * translate.LINES_AT_ONCE + b"word " * 100
+    text = b"Tom is here.\n" * translate.MAX_LINES + b"word " * 100
     command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     done = subprocess.run(command, input=text, capture_output=True, check=True)
-    assert f"line {translate.LINES_AT_ONCE + 1} has".encode() in done.stderr
+    assert f"line {translate.MAX_LINES + 1} has".encode() in done.stderr
 
 
 def test_only_a_line_feed_ends_a_line(folder: Path) -> None:

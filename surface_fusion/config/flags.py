@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from surface_fusion.config.encoder_fusion_flags import EncoderFusionConfig
 from surface_fusion.config.ranges import RANGES, check_ranges
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.ops.distributions import MODES, Mode
 
 logger = logging.getLogger(__name__)
@@ -335,3 +336,9 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                 f"({self.encoder.embed_dim}) to equal --decoder-output-dim "
                 f"({self.decoder.output_dim}); use att or equal sizes"
             )
+
+
+def config_of(model: Any) -> SurfaceFusionConfig | None:
+    """Return the configuration of *model*, possibly in distributed wrappers; None if it is another model."""
+    cfg = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
+    return cfg if isinstance(cfg, SurfaceFusionConfig) else None

@@ -29,17 +29,13 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 from torch import Tensor
 
-from surface_fusion.config.flags import PLAIN_HELP
+from surface_fusion.config.flags import PLAIN_HELP, config_of
 from surface_fusion.criterions.statistics import OverlappedStatistics
 from surface_fusion.modules.fused_loss import fused_losses
+from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.ops.precision import at_least_float32
-from surface_fusion.packed.eligibility import (
-    accumulating,
-    unwrapped,
-    why_not_fused,
-    why_not_packed,
-)
+from surface_fusion.packed.eligibility import accumulating, why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import flat_of
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
@@ -215,5 +211,5 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
 
 def unnormalised(model: Any) -> bool:
     """Whether *model* uses the published hard fusion, whose probabilities sum to less than 1."""
-    cfg: Any = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
-    return bool(getattr(cfg, "unnormalised", False))
+    cfg = config_of(model)
+    return cfg is not None and cfg.unnormalised

@@ -8,9 +8,8 @@ from typing import Any
 
 from fairseq.trainer import Trainer
 
-from surface_fusion.config.flags import SurfaceFusionConfig
+from surface_fusion.config.flags import config_of
 from surface_fusion.config.ranges import check_config
-from surface_fusion.packed.eligibility import unwrapped
 from surface_fusion.training.notices import log_notices
 from surface_fusion.training.trainer import SurfaceFusionTrainer
 
@@ -22,8 +21,8 @@ def install() -> None:
 
 def uses_fast_trainer(cfg: Any, model: Any) -> bool:
     """Whether *model* is a SurfaceFusion model without ``--sf-plain``, and not on a TPU."""
-    flags = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
-    ours = isinstance(flags, SurfaceFusionConfig) and not flags.sf_plain
+    flags = config_of(model)
+    ours = flags is not None and not flags.sf_plain
     return ours and not isinstance(cfg, Namespace) and not cfg.common.tpu
 
 
@@ -41,7 +40,7 @@ def _new(
         SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
     """
     if model is not None and not isinstance(cfg, Namespace):
-        if isinstance(getattr(getattr(unwrapped(model), "decoder", None), "cfg", None), SurfaceFusionConfig):
+        if config_of(model) is not None:
             check_config(cfg)
         log_notices(model, criterion, getattr(cfg.optimizer, "_name", None))
     if cls is Trainer and model is not None and uses_fast_trainer(cfg, model):

@@ -1,4 +1,4 @@
-"""Read the layers of an encoder or a decoder."""
+"""Find a model inside distributed wrappers, and the layers of its encoder and decoder."""
 
 from typing import Any
 
@@ -11,3 +11,10 @@ SCALES = ("attn_ln", "c_attn", "ffn_layernorm", "w_resid")
 def layers_of(stack: Any) -> list[Any]:
     """Return all layers, including those that LayerDrop would drop, without FSDP wrappers."""
     return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside fairseq's distributed wrappers."""
+    while not hasattr(type(model), "build_model") and hasattr(model, "module"):
+        model = model.module
+    return model

@@ -6,20 +6,13 @@ import torch
 from fairseq.distributed import FullyShardedDataParallel
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 
-from surface_fusion.config.flags import SurfaceFusionConfig
+from surface_fusion.config.flags import config_of
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
-from surface_fusion.modules.stacks import SCALES, layers_of
+from surface_fusion.modules.stacks import SCALES, layers_of, unwrapped
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import WIDEST_HEAD
 from surface_fusion.packed.flat_parameters import flat_of
-
-
-def unwrapped(model: Any) -> Any:
-    """Return the model inside fairseq's distributed wrappers."""
-    while not hasattr(type(model), "build_model") and hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def accumulating(model: Any) -> bool:
@@ -38,11 +31,9 @@ def why_not_fused(model: Any) -> str | None:
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return "--ddp-backend fully_sharded"  # parameters are sharded outside of the modules' forward
-    model = unwrapped(model)
-    decoder = getattr(model, "decoder", None)
-    cfg = getattr(decoder, "cfg", None)
-    if not isinstance(cfg, SurfaceFusionConfig):
-        return f"{type(model).__name__} is not a model of surface-fusion"
+    cfg = config_of(model)
+    if cfg is None:
+        return f"{type(unwrapped(model)).__name__} is not a model of surface-fusion"
     if cfg.sf_plain:
         return "--sf-plain"
     if cfg.adaptive_softmax_cutoff is not None:

@@ -8,7 +8,7 @@ from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
     FusedLabelSmoothedCrossEntropyCriterion,
     unnormalised,
 )
-from surface_fusion.packed.eligibility import unwrapped
+from surface_fusion.modules.stacks import unwrapped
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ Numbers are of the base model on an H200, where an update of 16,384 tokens takes
 * Settings are cached (1.6 ms), torch's generators are seeded directly (0.9 ms: torch.compile's wrapper).
 * With ``--grouped-shuffling``, batches of one update cost about the same, and data workers are kept from
   epoch to epoch (0.7 s per epoch with eight workers).
-* The longest batch runs before the first epoch, so that a training does not run out of memory hours later.
+* On a GPU the longest batch runs before the first epoch, so that a training does not run out of memory
+  hours later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,11 +88,11 @@ class SurfaceFusionTrainer(Trainer):
         return iterator
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start an epoch; before the first one, run the longest batch."""
+        """Start an epoch; on a GPU, run the longest batch before the first one."""
         super().begin_epoch(epoch)
         buffer = getattr(getattr(self._train_iterator, "_cur_epoch_itr", None), "_itr", None)
         self._buffer = buffer if isinstance(buffer, BufferedIterator) else None
-        if not self._memory_checked:
+        if self.cuda and not self._memory_checked:
             self._memory_checked = True
             run_longest_batch(self, self._train_iterator)
 

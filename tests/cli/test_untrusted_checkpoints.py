@@ -13,7 +13,6 @@ import torch
 
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
-from surface_fusion.training import memory_check
 from tests.helpers.pickles import Touching, expression
 from tests.helpers.small_training import OPTIMISER, TEXT
 
@@ -190,7 +189,6 @@ def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
 def test_a_language_model_is_trained_resumed_and_validated(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(memory_check, "_try", lambda *args: None, raising=False)
     text = ("--only-source", "--trainpref", TEXT / "train.en", "--validpref", TEXT / "valid.en")
     assert command("preprocess", *text, "--destdir", tmp_path / "lm").status == 0
     flags = (

@@ -10,8 +10,9 @@ from fairseq.distributed import FullyShardedDataParallel, ModuleProxyWrapper
 from fairseq.distributed.legacy_distributed_data_parallel import LegacyDistributedDataParallel
 from torch import nn
 
+from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.packed import eligibility
-from surface_fusion.packed.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.packed.eligibility import accumulating, why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import build
 

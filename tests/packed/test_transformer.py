@@ -258,7 +258,7 @@ def test_a_capacity_longer_than_the_table_of_positions() -> None:
     torch.testing.assert_close(got[: len(want)], want, rtol=1e-5, atol=TOLERANCE)
 
 
-def test_parameters_are_leaves_once() -> None:
+def test_each_parameter_is_one_leaf() -> None:
     packed = packed_of(shaken(*ATT).to(DTYPE))
     for _ in range(2):
         features(packed, packed_batch(batch()))

@@ -28,7 +28,7 @@ def touch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [("remove", "removed"), ("replace", "changed"), ("touch", "changed")]
 )
-def test_it_is_named(tmp_path: Path, what: str, said: str) -> None:
+def test_removed_or_changed_data_is_named(tmp_path: Path, what: str, said: str) -> None:
     folder = tmp_path / "data-bin"
     shutil.copytree(DATA, folder)
     dictionary = Dictionary.load(str(folder / "dict.en.txt"))

@@ -21,7 +21,7 @@ from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import parse
 
 
-def test_what_fairseq_keeps_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_state_of_fairseq_is_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     writer = SimpleNamespace(close=lambda: closed.append("train"))
     monkeypatch.setattr(progress_bar, "_tensorboard_writers", {"train": writer}, raising=False)

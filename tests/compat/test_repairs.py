@@ -38,7 +38,7 @@ def test_fairseq_has_the_fault(plain_fairseq: dict[tuple[str, str], bool], probe
     assert plain_fairseq[probe, owner], f"{owner} no longer has the fault {probe}: remove its repair"
 
 
-def test_each_probe_is_of_a_repair() -> None:
+def test_each_probe_belongs_to_a_repair() -> None:
     functions = {
         name
         for module in MODULES
@@ -59,7 +59,7 @@ HOOKS = {
 """Replaced to choose the generator and the trainer."""
 
 
-def test_the_import_replaces_what_the_table_says() -> None:
+def test_the_import_replaces_the_attributes_in_the_table() -> None:
     watched = sorted(name for name in sys.modules if name.split(".")[0] in WATCHED)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.helpers.replaced_attributes"],

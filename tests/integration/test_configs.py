@@ -176,6 +176,6 @@ def test_demo_is_the_command_of_the_demo_script(data: Path) -> None:
     assert parsed(as_flags(changed(read("demo"), place))) == parsed(flags.splitlines())
 
 
-def test_nothing_is_written_beside_the_checkpoints(trainings: tuple[Training, Training]) -> None:
+def test_a_training_writes_only_into_its_checkpoint_folder(trainings: tuple[Training, Training]) -> None:
     from_yaml, _ = trainings
     assert [path.name for path in from_yaml.folder.iterdir()] == ["checkpoints"]

@@ -226,7 +226,7 @@ def test_missing_fusion_parameters_are_named(
         load(tmp_path / "checkpoint.pt", data)
 
 
-def test_an_odd_shape_is_named(data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
+def test_a_mismatched_shape_is_named(data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     weights = state["model"]
     weights["decoder.sf_attn.k_proj.weight"] = weights["decoder.sf_attn.k_proj.weight"][:, :16]
     save_legacy(state, tmp_path / "checkpoint.pt")
@@ -243,7 +243,7 @@ def test_another_dictionary_is_refused_with_both_sizes(data: Path, tmp_path: Pat
         load(REFERENCE / "checkpoint_best.pt", other)
 
 
-def test_trainer_does_not_hide_what_is_wrong(
+def test_the_trainer_reports_the_cause_of_a_failed_load(
     run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     del state["model"]["decoder.sf_attn.out_proj.bias"]

@@ -37,7 +37,7 @@ def scripted(how: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_fairseqs_models_and_searches_are_scripted_and_traced_as_without_the_plugin() -> None:
+def test_the_plugin_does_not_change_scripting_and_tracing_of_fairseq() -> None:
     plain = scripted("plain")
     assert "tokens" not in plain and '"diverse"' in plain
     assert scripted("plugin") == plain
@@ -58,7 +58,7 @@ def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flags", [MODELS["no fusion"], MODELS["hard"], MODELS["transparent"]])
-def test_what_cannot_be_scripted_says_so_in_one_line(flags: tuple[str, ...]) -> None:
+def test_unsupported_scripting_is_refused_in_one_line(flags: tuple[str, ...]) -> None:
     model, task = build(SHARED, *flags)
     expected = r"^torch\.jit\.script cannot compile SurfaceFusionEncoder, .*; use torch\.jit\.trace, or .*$"
     for module in (model, SequenceGenerator([model], task.target_dictionary)):

@@ -109,7 +109,7 @@ def clamp(trainer: Any) -> None:
 
 @pytest.mark.parametrize("update_freq", [1, 3])
 @pytest.mark.parametrize("between", [lambda trainer: None, validate])
-def test_a_training_is_the_same(
+def test_a_training_with_prefetch_equals_one_without(
     data: Path,
     eager: None,
     taken: list[bool],
@@ -130,7 +130,7 @@ def test_a_training_is_the_same(
     assert not any(taken)
 
 
-def test_parameters_that_change_between_updates(
+def test_a_training_whose_parameters_change_between_updates(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[int] = []
@@ -143,7 +143,7 @@ def test_parameters_that_change_between_updates(
     assert train(data, between=clamp) == got
 
 
-def test_an_update_that_overflows(
+def test_a_training_with_an_overflow(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is begun after it, and the next has the same seed."""
@@ -203,7 +203,7 @@ def other(samples: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("given", [reverse, reverse_in_place, fewer, other])
-def test_a_batch_that_was_changed_meanwhile(
+def test_a_changed_batch_is_not_taken_from_the_prefetch(
     data: Path,
     eager: None,
     copied: None,
@@ -220,7 +220,7 @@ def test_a_batch_that_was_changed_meanwhile(
     assert train(data, given=given) == got
 
 
-def test_another_batch_than_the_next(
+def test_a_batch_other_than_the_next_is_not_taken_from_the_prefetch(
     data: Path, eager: None, copied: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
@@ -324,7 +324,7 @@ def test_other_criteria_and_a_cpu_prefetch_nothing(data: Path, taken: list[bool]
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [(), ("--fp16",), ("--bf16",)])
-def test_on_a_gpu(
+def test_a_training_with_prefetch_on_a_gpu(
     data: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch, dtype: tuple[str, ...]
 ) -> None:
     """In graphs. With parameters that stay, losses are the same to the bit, so dropout, too."""

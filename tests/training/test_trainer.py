@@ -22,7 +22,7 @@ def test_settings_of_trainer_task_and_schedule_are_cached(data: Path) -> None:
     assert all(type(section) is CachedConfig for section in (*sections, trainer.lr_scheduler.cfg))
 
 
-def test_the_seed_is_fairseqs(data: Path) -> None:
+def test_the_seed_of_an_update_is_fairseqs(data: Path) -> None:
     trainer = build_trainer(data, "--seed", 5)
     trainer.set_num_updates(3)
     set_torch_seed(5 + 3)
@@ -57,7 +57,7 @@ def test_dummy_batches_of_the_last_update_are_left_out(data: Path) -> None:
     assert losses[0] == losses[1] and sizes[0] == sizes[1] > 0
 
 
-def test_an_update_of_dummies_alone_is_fairseqs(data: Path) -> None:
+def test_an_update_of_dummy_batches_alone_equals_fairseqs(data: Path) -> None:
     trainer = build_trainer(data, *PACKED)
     next(iter(batches_of(trainer)))
     before = [p.clone() for p in trainer.model.parameters()]
@@ -192,7 +192,7 @@ def test_statistics_are_expected_only_where_fairseq_sums_them(data: Path) -> Non
 # -- tasks with steps of their own ------------------------------------------------------------------
 
 
-def test_tasks_that_train_in_their_own_way_are_recognised(data: Path) -> None:
+def test_tasks_with_their_own_train_step_are_recognised(data: Path) -> None:
     trainer = build_trainer(data)
     assert trainer._runs_fairseqs_steps()
     task = type(trainer.task)

@@ -202,7 +202,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_what_a_user_changed_runs_in_fairseqs_loop(
+def test_models_changed_by_the_user_run_in_fairseqs_loop(
     change: Callable[[Any], None], searches: list[Any]
 ) -> None:
     generator = generator_of(model_that_ends(*HARD))

@@ -1,13 +1,13 @@
 """Trainings with forward prefetch equal those without."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fairseq.data.iterators import BufferedIterator
 from fairseq.trainer import Trainer
 
 from surface_fusion.packed.batch import pack
@@ -27,7 +27,7 @@ SIZES = (
 
 
 class Eager:
-    """Takes the place of CUDA graphs, which prefetch needs, on a CPU."""
+    """Runs the step directly on a CPU, in place of the captured graphs that prefetch needs."""
 
     def __init__(self, step: PackedStep) -> None:
         self.step = step
@@ -272,21 +272,44 @@ def test_a_batch_without_a_captured_graph_is_not_prefetched(
     assert train(data) == got
 
 
-class WaitingBuffer:
-    """A data buffer in which these batches wait."""
+class FailingBatches:
+    """A data loader that cannot read its second batch."""
 
-    def __init__(self, *batches: Any) -> None:
-        self._queue = SimpleNamespace(queue=batches)
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        yield {"id": 1}
+        raise OSError("not readable")
 
 
-@pytest.mark.parametrize("waiting", [(), (None,), ({},), (StopIteration(),)])
-def test_nothing_is_prefetched_where_no_batch_waits(data: Path, waiting: tuple[Any, ...]) -> None:
-    """An empty buffer, an epoch's end, a dummy, an error."""
+def filled_buffer(batches: Any) -> BufferedIterator:
+    """fairseq's buffer over *batches* after it returned the first one and its thread has read the rest."""
+    buffer = BufferedIterator(9, batches)
+    next(buffer)
+    buffer._consumer.join(timeout=60)
+    assert len(buffer._queue.queue) > 0
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "make_buffer",
+    [
+        lambda: BufferedIterator(9, []),
+        lambda: filled_buffer([{"id": 1}]),
+        lambda: filled_buffer([{"id": 1}, {}]),
+        lambda: filled_buffer(FailingBatches()),
+    ],
+    ids=["empty buffer", "end of the epoch", "dummy batch", "error"],
+)
+def test_nothing_is_prefetched_if_the_buffer_holds_no_batch(
+    data: Path, make_buffer: Callable[[], BufferedIterator]
+) -> None:
     trainer = build_trainer(data, *FLAGS)
     trainer.train_step(next(iter(batches_of(trainer))))
     step = trainer.get_criterion().packed_step(trainer.model)
     step.prefetch = lambda sample, seed: pytest.fail("no batch waits")
-    trainer._buffer = WaitingBuffer(*waiting)
+    trainer._buffer = make_buffer()
     trainer._launch_next_forward(3)
     assert trainer._prefetched is None
 

@@ -258,11 +258,15 @@ def test_an_override_of_another_field_allows_nothing(
     ],
 )
 def test_an_override_of_this_field_is_allowed(changed: dict[str, Any], overrides: dict[str, Any]) -> None:
-    check_configuration(configuration(**changed), "some.pt", overrides)
+    state = configuration(**changed)
+    assert len(refusals(state)) == 1
+    check_configuration(state, "some.pt", overrides)
 
 
 def test_the_stored_task_is_not_checked_if_the_command_line_names_one() -> None:
-    check_configuration(configuration(**REFUSED["task"][0]), "some.pt", with_task=False)
+    state = configuration(**REFUSED["task"][0])
+    assert len(refusals(state)) == 1
+    check_configuration(state, "some.pt", with_task=False)
 
 
 def test_models_of_the_users_own_code_are_allowed() -> None:
@@ -271,7 +275,9 @@ def test_models_of_the_users_own_code_are_allowed() -> None:
         pass
 
     register_model_architecture("a_model_of_the_users", "an_architecture_of_the_users")(lambda args: None)
-    check_configuration(configuration(model={"_name": "an_architecture_of_the_users"}), "some.pt")
+    state = configuration(model={"_name": "an_architecture_of_the_users"})
+    assert refusals(state) == []
+    check_configuration(state, "some.pt")
 
 
 @pytest.mark.parametrize(

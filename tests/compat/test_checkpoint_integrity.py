@@ -162,15 +162,15 @@ def test_files_without_checksums_load(trained: Path, tmp_path: Path, kind: str) 
     assert same(load(str(path))["model"], state["model"])
 
 
-def test_checking_a_large_checkpoint_takes_less_than_1500_ms(tmp_path: Path) -> None:
+def test_checking_a_large_checkpoint_takes_at_most_1500_ms_of_cpu_time(tmp_path: Path) -> None:
     """60 million parameters; measured: 0.1 s for the records, 0.04 s for the values."""
     path = tmp_path / "big.pt"
     torch.save({"model": {str(i): torch.rand(3_000_000) for i in range(20)}}, path)
     state = torch.load(path, mmap=True)
-    began = time.perf_counter()
+    start = time.process_time()
     assert check_records(str(path))
     assert not_finite(state) is None
-    assert time.perf_counter() - began < 1.5  # on a busy machine
+    assert time.process_time() - start < 1.5
 
 
 # -- in every verb --------------------------------------------------------------------------------

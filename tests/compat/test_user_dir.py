@@ -18,11 +18,18 @@ def copy_of_the_package(folder: Path, user_dir: Path) -> Path:
     )
 
 
+def is_the_package(module: object, user_dir: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == user_dir / "__init__.py"
+
+
 def test_the_imported_package_may_be_the_user_dir(user_dir: Path, tmp_path: Path) -> None:
     link = tmp_path / "surface_fusion"
     link.symlink_to(user_dir)
     for path in (user_dir, link):
         utils.import_user_module(argparse.Namespace(user_dir=str(path)))
+    copies = [name for name, module in sys.modules.items() if is_the_package(module, user_dir)]
+    assert copies == ["surface_fusion"]
 
 
 def test_a_second_checkout_is_reported_and_not_loaded(

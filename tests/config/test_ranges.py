@@ -101,6 +101,7 @@ def test_values_inside_the_range_are_accepted(name: str) -> None:
     inside += [kind.low] if math.isfinite(kind.low) and not kind.over else []
     inside += [kind.high] if math.isfinite(kind.high) and not kind.under else []
     for value in inside:
+        assert value in kind
         check_ranges({name: value})
     check_ranges({name: None})
     check_ranges({name: "text"})
@@ -120,6 +121,7 @@ def test_values_inside_the_range_are_accepted(name: str) -> None:
     ],
 )
 def test_values_that_fairseq_reads_as_off_or_always_are_accepted(name: str, value: float) -> None:
+    assert value in RANGES[name]
     check_ranges({name: value})
 
 

@@ -545,6 +545,7 @@ def test_only_the_norm_synchronises_with_the_gpu() -> None:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @needs_gpu

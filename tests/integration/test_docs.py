@@ -190,7 +190,9 @@ def test_commands_run(start: str, outputs: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_blocks_run(code: str, outputs: dict[str, str]) -> None:
-    exec(compile(code, "page", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(code, "page", "exec"), names)
+    assert len(names) > 1  # besides __builtins__
 
 
 # Links

@@ -79,3 +79,4 @@ def test_a_model_is_exported_to_onnx(flags: tuple[str, ...], tmp_path: Path) -> 
     model = Logits(shaken(SHARED, *flags))
     torch.onnx.export(model, inputs(0), str(tmp_path / "model.onnx"), dynamo=False, opset_version=17)
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
+    assert len(onnx.load(str(tmp_path / "model.onnx")).graph.output) == 1

@@ -1,4 +1,7 @@
-"""No verb runs code from a checkpoint; each names what it refused."""
+"""No verb runs code from a checkpoint; the error names the refused part.
+
+Tests ``cli/fairseq_verbs.py`` with ``compat/checkpoint_allowlist.py``.
+"""
 
 import io
 import json

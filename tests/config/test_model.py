@@ -1,4 +1,7 @@
-"""Flags, YAML keys and old checkpoints' arguments, and what each becomes."""
+"""Defaults and meaning of flags, YAML keys and the arguments of old checkpoints.
+
+Also tests ``config/legacy_flags.py``.
+"""
 
 import argparse
 import copy

@@ -1,4 +1,7 @@
-"""Values that no model can be built with are named in one line; those without effect are remarked on."""
+"""Invalid values are refused and values without effect are logged, each in one line.
+
+Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""YAML keys: the model of the flags, and errors that name the key."""
+"""YAML configurations build the same model as flags, and errors name the key.
+
+Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""``fused_label_smoothed_cross_entropy`` logs and learns what fairseq's does, whichever way it goes."""
+"""Losses, logged values and gradients of the criterion equal those of fairseq's, on each path.
+
+Also tests ``modules/fused_loss.py``.
+"""
 
 import math
 from itertools import cycle, islice

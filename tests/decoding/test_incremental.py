@@ -1,4 +1,8 @@
-"""The fast decoder against the modules: the same numbers at each step, the same translations."""
+"""The fast decoder equals the modules: log-probabilities at each step, and translations.
+
+Also tests ``decoding/cache.py``, ``decoding/eligibility.py``, ``decoding/encoder_out.py`` and
+``decoding/step.py``.
+"""
 
 import copy
 import pickle

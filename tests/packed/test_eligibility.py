@@ -1,4 +1,7 @@
-"""Which models the fast paths support, and the reasons in the log for the others."""
+"""Which models the fast paths support, and the reasons in the log for the others.
+
+Also tests ``modules/stacks.py``.
+"""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Parameters as views of one flat tensor: layout, gradients, and conversions that are refused."""
+"""Parameters as views of one flat tensor: layout, gradients, and conversions that are refused.
+
+Also tests ``packed/gradient_reduction.py``.
+"""
 
 import copy
 import gc

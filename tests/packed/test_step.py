@@ -1,4 +1,7 @@
-"""A training step on packed rows: gradients in the flat buffer, and CUDA graphs."""
+"""A training step on packed rows: gradients in the flat buffer, and CUDA graphs.
+
+Also tests ``packed/forward_backward.py``.
+"""
 
 import gc
 from typing import Any

@@ -1,4 +1,7 @@
-"""Values and gradients of the packed forward against those of the modules."""
+"""Values and gradients of the packed forward equal those of the modules.
+
+Also tests ``packed/layers.py``.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The hub: a result for each line, in the order of the lines, whatever the lines are."""
+"""The hub returns a result for each line, in the order of the lines, whatever the lines contain.
+
+Also tests ``compat/hub.py``.
+"""
 
 import logging
 import math

@@ -1,4 +1,7 @@
-"""Trainings with forward prefetch equal those without."""
+"""Trainings with forward prefetch equal those without.
+
+Tests ``training/trainer.py`` with ``packed/forward_prefetch.py``.
+"""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""Which generator ``build_generator`` returns, when it runs the fast search, and what it returns then."""
+"""Which generator ``build_generator`` returns, when it uses the fast search, and its results.
+
+Also tests ``hooks/generator_hook.py``.
+"""
 
 import json
 import math

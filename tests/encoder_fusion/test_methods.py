@@ -1,4 +1,11 @@
-"""Each method against a few plain lines from its equation, in float64: values, gradients, and its size."""
+"""Each method equals a few plain lines from its equation, in float64: values, gradients, and its size.
+
+Tests ``encoder_fusion/average.py``, ``encoder_fusion/base.py``, ``encoder_fusion/concat.py``,
+``encoder_fusion/dense.py``, ``encoder_fusion/dlcl.py``, ``encoder_fusion/dwatt.py``,
+``encoder_fusion/extra_layers.py``, ``encoder_fusion/fine_grained.py``, ``encoder_fusion/layer_attention.py``,
+``encoder_fusion/layer_combination.py``, ``encoder_fusion/lstm.py``, ``encoder_fusion/representation.py``,
+``encoder_fusion/routing.py`` and ``encoder_fusion/transparent.py``.
+"""
 
 from typing import Any
 

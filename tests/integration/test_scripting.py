@@ -1,4 +1,7 @@
-"""torch.jit on fairseq's parts gives what it gives without the plugin; a model of ours can be traced."""
+"""torch.jit gives the same on fairseq's modules with and without the plugin; our models can be traced.
+
+Tests ``modules/torchscript.py``.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""What `import surface_fusion` imports and when it registers, each in a process of its own."""
+"""What ``import surface_fusion`` imports and when it registers the model, each in its own process.
+
+Also tests ``model.py``, ``version.py`` and ``errors.py``.
+"""
 
 import subprocess
 import sys
@@ -71,6 +74,20 @@ except ImportError as error:
     assert "forbidden" in str(error)
 else:
     raise AssertionError
+"""
+    )
+
+
+def test_the_deprecated_path_of_the_model_warns() -> None:
+    run(
+        """
+import warnings
+from surface_fusion import SurfaceFusionModel
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from surface_fusion.model import SurfaceFusionModel as from_old_path
+assert from_old_path is SurfaceFusionModel
+assert ["surface_fusion.model is deprecated" in str(w.message) for w in caught] == [True]
 """
     )
 

@@ -1,4 +1,7 @@
-"""Every method in a model: padding, decoding token by token, the fast paths, gradients, checkpoints."""
+"""Every method in a model: padding, incremental decoding, the fast paths, gradients, checkpoints.
+
+Tests ``config/from_config.py``.
+"""
 
 import logging
 from typing import Any

@@ -92,6 +92,7 @@ assert ["surface_fusion.model is deprecated" in str(w.message) for w in caught] 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [

@@ -146,6 +146,7 @@ def test_the_hub_runs_no_code_of_a_checkpoint(changed: Any, marker: Path, data: 
     assert str(caught.value).startswith(f"checkpoint {path} {words}") and not marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", (attention_configuration, layers_of_fconv), ids=lambda c: c.__name__)
 def test_plain_fairseq_generate_with_the_plugin_runs_no_code(
     run_fairseq: Any, changed: Any, marker: Path, data: Path, change: Any

@@ -306,6 +306,7 @@ def damage(path: Path, how: str) -> None:
         flip(path, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
 def test_a_resume_skips_a_damaged_last_checkpoint(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
@@ -331,6 +332,7 @@ def test_a_resume_skips_a_damaged_last_checkpoint(
     assert states[0]["optimizer_history"][-1]["num_updates"] == 8
 
 
+@pytest.mark.slow
 def test_a_resume_skips_checkpoints_that_no_training_wrote(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,6 +361,7 @@ def test_file_names_that_a_training_writes(name: str, resumed: bool) -> None:
     assert bool(CHECKPOINT_NAME.fullmatch(name)) == resumed
 
 
+@pytest.mark.slow
 def test_a_new_training_in_a_folder_of_checkpoints_logs_a_warning(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,6 +377,7 @@ def test_a_new_training_in_a_folder_of_checkpoints_logs_a_warning(
     assert "has no checkpoint_last.pt" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resume_without_an_intact_checkpoint_is_refused(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,6 +396,7 @@ def test_a_resume_without_an_intact_checkpoint_is_refused(
     assert line.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_resume_does_not_skip_a_non_finite_last_checkpoint(
     data: Path, trained: Path, with_nan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

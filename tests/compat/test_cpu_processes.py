@@ -12,6 +12,7 @@ from surface_fusion.compat.cpu_processes import start_processes_on_cpus
 from tests.helpers.two_processes import FLAT, free_port, start, status
 
 
+@pytest.mark.slow
 def test_one_command_starts_all_ranks_without_gpus(tmp_path: Path) -> None:
     """0.1.0 starts a process for each GPU: none, status 0."""
     log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")

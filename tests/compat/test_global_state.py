@@ -56,6 +56,7 @@ def best_of(folder: Path) -> float:
     return state["best"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [with_fairseqs_main, with_our_command])
 def test_the_second_training_has_its_own_best_checkpoint(
     data: Path, tmp_path: Path, train: Callable[[Path, Sequence[str]], None]
@@ -67,6 +68,7 @@ def test_the_second_training_has_its_own_best_checkpoint(
     assert best_of(tmp_path / "second") > best_of(tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_jobs_of_a_hydra_multirun_have_their_own_best_checkpoints(
     data: Path, user_dir: Path, tmp_path: Path
 ) -> None:

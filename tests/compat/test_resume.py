@@ -129,6 +129,7 @@ def test_mismatched_state_is_reported_with_the_flag_to_add(error, advice):
         with_advice_on_resets(load_checkpoint, None, "first.pt", reset_optimizer=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr_patience", [0, 1])
 def test_a_plateau_is_detected_across_a_resume(data: Path, tmp_path: Path, lr_patience: int) -> None:
     """Each epoch is worse than the first by this threshold, so that the learning rate goes down."""

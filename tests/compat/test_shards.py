@@ -22,6 +22,7 @@ def shard(count: int, place: int) -> tuple[str, ...]:
     return ("--num-shards", str(count), "--shard-id", str(place))
 
 
+@pytest.mark.slow
 def test_generate_translates_each_sentence_in_one_shard(capsys: pytest.CaptureFixture[str]) -> None:
     def hypotheses(*flags: str) -> dict[str, str]:
         capsys.readouterr()

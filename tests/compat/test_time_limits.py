@@ -25,6 +25,7 @@ def last_line(log: Path) -> str:
     return log.read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [FLAT, ADAM, (*ADAM, "--sf-plain")], ids=["flat_adam", "adam", "plain"])
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """0.1.0 waits for 1,800 s, and the fast path never sets fairseq's heartbeat."""
@@ -44,6 +45,7 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...])
     assert "error: rank 1 of 2 does not answer" in last_line(logs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("came", [0, 1])
 def test_a_missing_rank_is_named_in_time(tmp_path: Path, came: int) -> None:
     log, port = tmp_path / "log", free_port()

@@ -297,6 +297,7 @@ class Training:
         return {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 2])
 @pytest.mark.parametrize(
     "flags",
@@ -315,6 +316,7 @@ def test_twenty_packed_updates_equal_plain_ones(
     assert plain[-1] < 0.95 * plain[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [((), ("--sf-plain",)), (("--sf-plain",), ())])
 def test_a_resume_may_switch_between_fast_and_plain(
     data: Path, tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
@@ -382,6 +384,7 @@ def two_process_worker(rank: int, folder: str, data: str, update_freq: int) -> N
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 2])
 def test_two_processes_equal_one_with_both_batches(data: Path, tmp_path: Path, update_freq: int) -> None:
     """The average begins with the backward of an update's last batch."""

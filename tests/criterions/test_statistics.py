@@ -33,6 +33,7 @@ def two_processes(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_sums_of_their_statistics(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
     for rank in range(2):

@@ -213,6 +213,7 @@ def run(folder: Path, data: Path, command: list[str], *more: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_documented_method_is_trained_decoded_and_analysed(plugin: Path, data: Path) -> None:
     train, generate, analyse = COMMANDS
     assert "without padding, on the CPU" in run(plugin, data, train)

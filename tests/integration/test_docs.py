@@ -169,6 +169,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", RUN)
 def test_commands_run(start: str, outputs: dict[str, str]) -> None:
     printed = outputs[start]
@@ -188,6 +189,7 @@ def test_commands_run(start: str, outputs: dict[str, str]) -> None:
         assert "done training" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_blocks_run(code: str, outputs: dict[str, str]) -> None:
     names: dict[str, Any] = {}

@@ -15,6 +15,8 @@ from surface_fusion import scoring
 from surface_fusion.cli.main import main
 from tests.helpers.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "surface_fusion")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SHORT = ("--num-workers", 0, "--max-len-b", 20)  # a model of two epochs rarely ends a sentence

@@ -34,6 +34,7 @@ def translated(model: Any, sample: dict[str, Any]) -> list[list[int]]:
     return [hypothesis["tokens"].tolist() for hypotheses in found for hypothesis in hypotheses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", LAYERS, ids=" ".join)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("norm", [(), PRE_NORM], ids=["post-norm", "pre-norm"])

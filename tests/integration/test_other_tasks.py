@@ -58,6 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {how: json.loads(text.splitlines()[-1]) for how, text in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_with_the_plugin_equals_one_without(results: dict[str, dict[str, Any]], case: str) -> None:
     plain, plugin = results["plain"][case], results["plugin"][case]

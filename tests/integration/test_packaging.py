@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from surface_fusion import __version__
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("surface_fusion", "configs", "docs", "scripts", "tests")
 

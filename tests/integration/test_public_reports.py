@@ -16,6 +16,8 @@ from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.conftest import RunFairseq
 from tests.helpers.paths import REFERENCE
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = REFERENCE / "checkpoint_best.pt"
 LONG = " ".join(["horse"] * 3000)
 

@@ -40,6 +40,7 @@ def scripted(how: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_plugin_does_not_change_scripting_and_tracing_of_fairseq() -> None:
     plain = scripted("plain")
     assert "tokens" not in plain and '"diverse"' in plain

@@ -228,6 +228,7 @@ def ddp_worker(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel_with_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
     for i, flags in enumerate(DDP_FLAGS):
@@ -362,6 +363,7 @@ SWITCHES = [
 EMBEDDINGS = [(), (SHARED,), ("--share-decoder-input-output-embed",), ("--merge-src-tgt-embed",)]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(), *SOURCES]),

@@ -24,8 +24,8 @@ FEW = {"queries": (1, 5, 2), "keys": (4, 1, 18)}
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

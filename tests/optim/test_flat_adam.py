@@ -444,6 +444,7 @@ def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], 
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clip",
     [
@@ -463,6 +464,7 @@ def test_losses_of_a_training_equal_those_of_adam(data: Path, clip: float) -> No
     assert expected[-1] < 0.8 * expected[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_equals_the_uninterrupted_one(data: Path, tmp_path: Path) -> None:
     argv = [
         "train",

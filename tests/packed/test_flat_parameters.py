@@ -290,6 +290,7 @@ def two_process_worker(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_on_their_own_and_under_distributed_data_parallel(
     tmp_path: Path, model: Attention
 ) -> None:

@@ -186,6 +186,7 @@ def _one_of_two_processes(rank: int, store: str, out: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_has_padding_as_a_word(tmp_path: Path) -> None:
     """Both communicate alike: the gradient is the mean of both batches'."""
     torch.multiprocessing.spawn(_one_of_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)

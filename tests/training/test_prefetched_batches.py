@@ -110,6 +110,7 @@ def clamp(trainer: Any) -> None:
             parameter.clamp_(-0.05, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 3])
 @pytest.mark.parametrize("between", [lambda trainer: None, validate])
 def test_a_training_with_prefetch_equals_one_without(
@@ -133,6 +134,7 @@ def test_a_training_with_prefetch_equals_one_without(
     assert not any(taken)
 
 
+@pytest.mark.slow
 def test_a_training_whose_parameters_change_between_updates(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def other(samples: list[Any]) -> list[Any]:
     return [dict(samples[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [reverse, reverse_in_place, fewer, other])
 def test_a_changed_batch_is_not_taken_from_the_prefetch(
     data: Path,
@@ -223,6 +226,7 @@ def test_a_changed_batch_is_not_taken_from_the_prefetch(
     assert train(data, given=given) == got
 
 
+@pytest.mark.slow
 def test_a_batch_other_than_the_next_is_not_taken_from_the_prefetch(
     data: Path, eager: None, copied: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def train_with_norms(rank: int, data: str, case: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["equal", "validation"])
 def test_equal_norms_raise_nothing(results: dict[str, list[dict[str, Any]]], case: str) -> None:
     first, second = results[case]
@@ -151,6 +152,7 @@ def test_equal_norms_raise_nothing(results: dict[str, list[dict[str, Any]]], cas
     assert first["compared at once"] == []  # they were compared with the statistics of the next update
 
 
+@pytest.mark.slow
 def test_different_norms_are_reported_before_the_weights_change_again(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -160,12 +162,14 @@ def test_different_norms_are_reported_before_the_weights_change_again(
         assert "gradient norms of the previous update differ between processes" in message
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_process_only_is_reported(results: dict[str, list[dict[str, Any]]]) -> None:
     for result in results["overflow in one process"]:
         [(_, message)] = result["errors"]
         assert "-1.0" in message
 
 
+@pytest.mark.slow
 def test_without_overlapped_statistics_fairseq_compares_at_once(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -173,6 +177,7 @@ def test_without_overlapped_statistics_fairseq_compares_at_once(
         assert result["errors"] == [] and result["compared at once"] == result["norms"]
 
 
+@pytest.mark.slow
 def test_a_validation_leaves_the_norm_for_the_next_update(results: dict[str, list[dict[str, Any]]]) -> None:
     first, second = results["validation"]
     assert first["loss"] == second["loss"] > 0

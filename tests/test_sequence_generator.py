@@ -121,6 +121,7 @@ def test_the_search_strategy_is_fairseqs_choice(searches: list[Any]) -> None:
 # Commands and the hub
 
 
+@pytest.mark.slow
 def test_generate_and_interactive(searches: list[Any], tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the bird\na horse sees a house\n")
     model = (str(REFERENCE / "data-bin"), "--path", str(REFERENCE / "checkpoint_best.pt"))

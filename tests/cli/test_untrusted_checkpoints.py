@@ -168,6 +168,7 @@ def test_the_hub_fetches_nothing_for_a_checkpoint(changed: Any, marker: Path, da
         )
 
 
+@pytest.mark.slow
 def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
     command: Any, data: Path, tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
         assert command(*argv, "--trust-checkpoint").status == 0
 
 
+@pytest.mark.slow
 def test_a_language_model_is_trained_resumed_and_validated(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -277,6 +277,7 @@ def test_the_moving_average_is_checked() -> None:
     assert not_finite(state) == "EMA parameter w is not finite (inf at [], 1 of 1 values)"
 
 
+@pytest.mark.slow
 def test_a_non_finite_optimizer_state_is_named_on_resume(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

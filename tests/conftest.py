@@ -1,13 +1,14 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and the selection of ``-m "not slow"``."""
 
 import logging
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads only get in each other's way
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: more threads are slower
 
 import pytest
 
@@ -20,15 +21,32 @@ USER_DIR = Path(surface_fusion.__file__).parent
 RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
 
 
+QUICK_CASES = 4
+"""Cases of a parametrised test that run with ``-m "not slow"``."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases of tests with many parameters as slow, except ``QUICK_CASES``, evenly spread."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        quick = {i * len(several) // QUICK_CASES for i in range(QUICK_CASES)}
+        for i, item in enumerate(several):
+            if len(several) > QUICK_CASES and i not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
-def checkpoints_say_errors() -> None:
-    """The entry point filters that logger until its process ends; here other tests come after it."""
+def checkpoint_messages_are_logged() -> None:
+    """Remove the filter that the entry point adds to this logger for the rest of its process."""
     logging.getLogger("surface_fusion.models.upgrade_state_dict").filters.clear()
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data folder of ``helpers/small_training.py``."""
+    """Binarised text: the data folder for the flags in ``helpers/small_training.py``."""
     folder = tmp_path_factory.mktemp("data-bin")
     assert main(["preprocess", *map(str, PREPROCESS), "--destdir", str(folder)]) == 0
     return folder
@@ -36,15 +54,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def user_dir() -> Path:
-    """What a user gives to ``--user-dir``."""
+    """The value of ``--user-dir``: the folder of the package."""
     return USER_DIR
 
 
 @pytest.fixture(scope="session")
 def run_fairseq() -> RunFairseq:
-    """``run_fairseq("generate", DATA, "--beam", 4, ...)``: the plain console command, in a new process.
+    """Function that runs a console command of fairseq in a new process and returns its output.
 
-    ``--user-dir`` is added. ``check=False`` lets it fail; stderr is part of stdout.
+    ``run_fairseq("generate", DATA, "--beam", 4)`` runs ``fairseq-generate`` with ``--user-dir``. A
+    failure is an error, unless ``check=False``. Standard error is part of the standard output.
     """
 
     def run(verb: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:

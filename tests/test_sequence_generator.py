@@ -1,4 +1,7 @@
-"""Which generator ``build_generator`` returns, when it runs the fast search, and what it returns then."""
+"""Which generator ``build_generator`` returns, when it uses the fast search, and its results.
+
+Also tests ``hooks/generator_hook.py``.
+"""
 
 import json
 import math
@@ -118,6 +121,7 @@ def test_the_search_strategy_is_fairseqs_choice(searches: list[Any]) -> None:
 # Commands and the hub
 
 
+@pytest.mark.slow
 def test_generate_and_interactive(searches: list[Any], tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the bird\na horse sees a house\n")
     model = (str(REFERENCE / "data-bin"), "--path", str(REFERENCE / "checkpoint_best.pt"))
@@ -202,7 +206,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_what_a_user_changed_runs_in_fairseqs_loop(
+def test_models_changed_by_the_user_run_in_fairseqs_loop(
     change: Callable[[Any], None], searches: list[Any]
 ) -> None:
     generator = generator_of(model_that_ends(*HARD))

@@ -1,4 +1,7 @@
-"""``translate --explain``: the table says what ``branches`` and ``align`` measure."""
+"""The table of ``translate --explain`` equals the measurements of ``branches`` and ``align``.
+
+Also tests ``analysis/align.py``.
+"""
 
 import re
 from pathlib import Path

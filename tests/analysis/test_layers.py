@@ -1,4 +1,7 @@
-"""The weights that are drawn are those that the model multiplies with."""
+"""The weights that are drawn equal those that the model multiplies with.
+
+Also tests ``analysis/loaded.py``.
+"""
 
 from typing import Any
 

@@ -12,6 +12,8 @@ import pytest
 from surface_fusion.analysis.figures import heat_map, save_figure, save_table
 from surface_fusion.analysis.report import ROWS, write_report
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 

@@ -1,4 +1,7 @@
-"""An option of ours that has one value is not given two."""
+"""An option with one value is refused if it is given twice with different values.
+
+Tests ``cli/user_errors.py``.
+"""
 
 import pytest
 

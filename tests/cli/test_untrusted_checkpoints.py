@@ -1,4 +1,7 @@
-"""No verb runs code from a checkpoint; each names what it refused."""
+"""No verb runs code from a checkpoint; the error names the refused part.
+
+Tests ``cli/fairseq_verbs.py`` with ``compat/checkpoint_allowlist.py``.
+"""
 
 import io
 import json
@@ -142,6 +145,7 @@ def test_the_hub_runs_no_code_of_a_checkpoint(changed: Any, marker: Path, data: 
     assert str(caught.value).startswith(f"checkpoint {path} {words}") and not marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", (attention_configuration, layers_of_fconv), ids=lambda c: c.__name__)
 def test_plain_fairseq_generate_with_the_plugin_runs_no_code(
     run_fairseq: Any, changed: Any, marker: Path, data: Path, change: Any
@@ -163,6 +167,7 @@ def test_the_hub_fetches_nothing_for_a_checkpoint(changed: Any, marker: Path, da
         )
 
 
+@pytest.mark.slow
 def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
     command: Any, data: Path, tmp_path: Path
 ) -> None:
@@ -186,6 +191,7 @@ def test_an_architecture_of_the_command_line_is_trained_resumed_and_trusted(
         assert command(*argv, "--trust-checkpoint").status == 0
 
 
+@pytest.mark.slow
 def test_a_language_model_is_trained_resumed_and_validated(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -1,4 +1,7 @@
-"""Numbers and names that the verbs refuse in one line, before anything is done."""
+"""The verbs refuse invalid numbers and names in one line, before any work is done.
+
+Tests ``cli/fairseq_verbs.py`` and ``compat/model_overrides.py``.
+"""
 
 import pytest
 from fairseq import options, tasks

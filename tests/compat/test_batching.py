@@ -75,13 +75,13 @@ def test_overlong_sentences_are_skipped_and_counted(caplog: pytest.LogCaptureFix
     assert "1 samples have invalid sizes and will be skipped" in caplog.text
 
 
-def test_nothing_left_is_an_error() -> None:
+def test_skipping_every_sentence_is_an_error() -> None:
     task = FairseqTask(argparse.Namespace())
     with pytest.raises(SurfaceFusionError, match=r"none of the 2 sentence pairs fits .*\(1024, 1024\)"):
         task.filter_indices_by_size(np.arange(2), pairs(3000, 2000), (1024, 1024))
 
 
-def test_data_in_parts(tmp_path: Path) -> None:
+def test_data_in_several_folders(tmp_path: Path) -> None:
     """As without ``--upsample-primary``, and as with it."""
     folder = tmp_path / "data-bin"
     shutil.copytree(data_folder(), folder)

@@ -28,7 +28,7 @@ def touch(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "said"), [("remove", "removed"), ("replace", "changed"), ("touch", "changed")]
 )
-def test_it_is_named(tmp_path: Path, what: str, said: str) -> None:
+def test_removed_or_changed_data_is_named(tmp_path: Path, what: str, said: str) -> None:
     folder = tmp_path / "data-bin"
     shutil.copytree(DATA, folder)
     dictionary = Dictionary.load(str(folder / "dict.en.txt"))
@@ -49,6 +49,7 @@ def test_it_is_named(tmp_path: Path, what: str, said: str) -> None:
     check_data_files()  # a data set that is gone is nobody's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "said"), [(shutil.rmtree, "removed"), (touch, "changed")])
 def test_a_training_ends_with_one_line_after_it_has_saved(
     data: Path,

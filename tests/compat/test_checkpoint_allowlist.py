@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_configuration_that_names_more_is_refused(case: str) -> None:
+def test_a_configuration_outside_the_allowlist_is_refused(case: str) -> None:
     changed, words = REFUSED[case]
     state = configuration(**changed)
     assert words in refusals(state)
@@ -205,7 +205,9 @@ def test_a_configuration_that_names_more_is_refused(case: str) -> None:
     ],
     ids=str,
 )
-def test_what_trainings_of_ours_and_of_plain_transformers_store_is_allowed(changed: dict[str, Any]) -> None:
+def test_configurations_of_our_trainings_and_of_plain_transformers_are_allowed(
+    changed: dict[str, Any],
+) -> None:
     state = configuration(**changed)
     if "transformer" in state["cfg"].model:
         state["cfg"].model = changed["model"]
@@ -213,7 +215,7 @@ def test_what_trainings_of_ours_and_of_plain_transformers_store_is_allowed(chang
     check_configuration(state, "some.pt")
 
 
-def test_what_the_user_names_is_allowed() -> None:
+def test_values_given_by_the_user_are_allowed() -> None:
     state = configuration(bpe={"_name": "gpt2", "gpt2_vocab_bpe": "http://a/b"}, model={"_name": "fconv"})
     overrides = {"arch": "fconv", "bpe": "gpt2", "gpt2_vocab_bpe": "http://a/b", "beam": 4}
     check_configuration(state, "some.pt", overrides)
@@ -239,7 +241,7 @@ def test_what_the_user_names_is_allowed() -> None:
         ),
     ],
 )
-def test_a_value_for_another_field_allows_nothing(
+def test_an_override_of_another_field_allows_nothing(
     changed: dict[str, Any], overrides: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SurfaceFusionError, match=words):
@@ -255,12 +257,16 @@ def test_a_value_for_another_field_allows_nothing(
         ({"bpe": {"_name": "gpt2"}}, {"bpe": "gpt2"}),
     ],
 )
-def test_a_value_for_this_field_is_allowed(changed: dict[str, Any], overrides: dict[str, Any]) -> None:
-    check_configuration(configuration(**changed), "some.pt", overrides)
+def test_an_override_of_this_field_is_allowed(changed: dict[str, Any], overrides: dict[str, Any]) -> None:
+    state = configuration(**changed)
+    assert len(refusals(state)) == 1
+    check_configuration(state, "some.pt", overrides)
 
 
-def test_a_task_of_the_command_line_leaves_the_files_unread() -> None:
-    check_configuration(configuration(**REFUSED["task"][0]), "some.pt", with_task=False)
+def test_the_stored_task_is_not_checked_if_the_command_line_names_one() -> None:
+    state = configuration(**REFUSED["task"][0])
+    assert len(refusals(state)) == 1
+    check_configuration(state, "some.pt", with_task=False)
 
 
 def test_models_of_the_users_own_code_are_allowed() -> None:
@@ -269,13 +275,17 @@ def test_models_of_the_users_own_code_are_allowed() -> None:
         pass
 
     register_model_architecture("a_model_of_the_users", "an_architecture_of_the_users")(lambda args: None)
-    check_configuration(configuration(model={"_name": "an_architecture_of_the_users"}), "some.pt")
+    state = configuration(model={"_name": "an_architecture_of_the_users"})
+    assert refusals(state) == []
+    check_configuration(state, "some.pt")
 
 
 @pytest.mark.parametrize(
     ("value", "trust"), [("1", True), ("True", True), ("yes", True), ("0", False), ("", False)]
 )
-def test_trust_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch, value: str, trust: bool) -> None:
+def test_the_trust_variable_is_read_as_torch_reads_it(
+    monkeypatch: pytest.MonkeyPatch, value: str, trust: bool
+) -> None:
     monkeypatch.setenv(TRUST_VARIABLE, value)
     assert trusted() is trust
     if trust:
@@ -356,7 +366,7 @@ def test_no_configuration_reads_the_environment(
         assert "holds the interpolation" in said and "${oc.env:SECRET}" in said and "password" not in said
 
 
-def test_no_resolver_of_the_users_runs_for_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+def test_no_resolver_registered_by_the_user_runs_for_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """Programs register one that evaluates; overrides read each field before the checkpoint is upgraded."""
     marker = tmp_path / "marker"
     OmegaConf.register_new_resolver("touch", lambda: marker.touch())
@@ -369,14 +379,14 @@ def test_no_resolver_of_the_users_runs_for_a_checkpoint(checkpoint: Path, tmp_pa
     assert not marker.exists()
 
 
-def test_our_checkpoints_and_published_ones_load_as_before(checkpoint: Path) -> None:
+def test_our_checkpoints_and_published_checkpoints_load(checkpoint: Path) -> None:
     data = str(checkpoint.parent / "data-bin")
     loaded, cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], {"data": data})
     assert isinstance(loaded[0], SurfaceFusionModel) and len(task.target_dictionary) > 4
     assert cfg.model.arch == "transformer_surface_fusion"
 
 
-def test_building_from_the_command_line_is_not_limited() -> None:
+def test_building_from_the_command_line_is_not_restricted() -> None:
     """Neither a task nor a model that no file named."""
     args = Namespace(
         task="translation_lev", data=data_folder(), source_lang="en", target_lang="ro", dataset_impl=None

@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(trained: Path, tmp_path: Pa
     assert refused > 30
 
 
-def test_the_parameter_is_named(flipped: Path) -> None:
+def test_the_damaged_parameter_is_named(flipped: Path) -> None:
     with pytest.raises(
         SurfaceFusionError,
         match=rf"flipped\.pt is damaged: checksum mismatch in parameter {QUERY}; give another checkpoint",
@@ -128,7 +128,7 @@ def test_the_parameter_is_named(flipped: Path) -> None:
         load(str(flipped))
 
 
-def test_of_parameters_in_one_memory_two_are_named(tmp_path: Path) -> None:
+def test_two_of_the_parameters_in_a_damaged_storage_are_named(tmp_path: Path) -> None:
     """flat_adam's on a CPU: what was saved cannot tell which of them it is."""
     flat = torch.arange(100.0)
     path = tmp_path / "flat.pt"
@@ -150,7 +150,7 @@ def test_a_truncated_file_is_named(trained: Path, tmp_path: Path, keep: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["no checksums", "legacy"])
-def test_files_without_checksums_load_as_before(trained: Path, tmp_path: Path, kind: str) -> None:
+def test_files_without_checksums_load(trained: Path, tmp_path: Path, kind: str) -> None:
     state, path = torch.load(trained / "checkpoint_last.pt"), tmp_path / "old.pt"
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -162,15 +162,15 @@ def test_files_without_checksums_load_as_before(trained: Path, tmp_path: Path, k
     assert same(load(str(path))["model"], state["model"])
 
 
-def test_checking_is_quick(tmp_path: Path) -> None:
+def test_checking_a_large_checkpoint_takes_at_most_1500_ms_of_cpu_time(tmp_path: Path) -> None:
     """60 million parameters; measured: 0.1 s for the records, 0.04 s for the values."""
     path = tmp_path / "big.pt"
     torch.save({"model": {str(i): torch.rand(3_000_000) for i in range(20)}}, path)
     state = torch.load(path, mmap=True)
-    began = time.perf_counter()
+    start = time.process_time()
     assert check_records(str(path))
     assert not_finite(state) is None
-    assert time.perf_counter() - began < 1.5  # on a busy machine
+    assert time.process_time() - start < 1.5
 
 
 # -- in every verb --------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ VERBS = tuple(verbs(Path(), Path()))
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_damaged_file_is_one_line(
+def test_a_damaged_file_is_reported_in_one_line(
     data: Path, flipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     """``train --restore-file`` takes no other file instead."""
@@ -207,7 +207,7 @@ def test_a_damaged_file_is_one_line(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_parameter_that_is_not_finite_is_one_line(
+def test_a_non_finite_parameter_is_reported_in_one_line(
     data: Path, with_nan: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     assert main([verb, *map(str, verbs(with_nan, data)[verb])]) == 2
@@ -218,12 +218,14 @@ def test_a_parameter_that_is_not_finite_is_one_line(
     ]
 
 
-def test_the_hub_names_it(data: Path, with_nan: Path) -> None:
+def test_the_hub_names_a_non_finite_parameter(data: Path, with_nan: Path) -> None:
     with pytest.raises(SurfaceFusionError, match=f"parameter {QUERY} is not finite"):
         SurfaceFusionModel.from_pretrained(str(with_nan.parent), with_nan.name, str(data))
 
 
-def test_info_reports_it(trained: Path, with_nan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_reports_a_non_finite_parameter(
+    trained: Path, with_nan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path, expected in (
         (with_nan, f"parameter {QUERY} is not finite (nan at [0, 3], 1 of 256 values)"),
         (trained / "checkpoint_last.pt", None),
@@ -236,7 +238,7 @@ def test_info_reports_it(trained: Path, with_nan: Path, capsys: pytest.CaptureFi
 # -- what is not finite ---------------------------------------------------------------------------
 
 
-def test_a_buffer_and_infinity_are_named() -> None:
+def test_a_non_finite_buffer_is_named() -> None:
     state = {"model": {"a": torch.ones(3), "table": torch.tensor([[1.0, 2.0], [float("-inf"), 0.0]])}}
     assert not_finite(state) == "parameter table is not finite (-inf at [1, 0], 1 of 4 values)"
     assert not_finite({"model": {"big": torch.full((9,), 60_000.0, dtype=torch.float16)}}) is None
@@ -247,18 +249,18 @@ def test_a_mask_may_hold_infinity() -> None:
 
 
 @pytest.mark.parametrize("module", ["encoder.embed_positions", "decoder.adaptive_softmax"])
-def test_memory_that_fairseq_never_sets_may_hold_anything(module: str) -> None:
+def test_uninitialised_buffers_of_fairseq_are_not_checked(module: str) -> None:
     """``_float_tensor`` is ``torch.FloatTensor(1)``: what was in that memory."""
     assert not_finite({"model": {f"{module}._float_tensor": torch.tensor([float("nan")])}}) is None
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_one_number_that_stands_for_terabytes_is_read_once(value: float) -> None:
+def test_an_expanded_tensor_is_read_once(value: float) -> None:
     found = not_finite({"model": {"w": torch.full((1,), value).expand(2**20, 2**21)}})
     assert found == (None if value == 0 else "parameter w is not finite (nan at [0], 1 of 1 values)")
 
 
-def test_numbers_of_8_bits_are_read() -> None:
+def test_float8_tensors_are_checked() -> None:
     tensor = torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)
     assert not_finite({"model": {"w": tensor}}) is None
     tensor = torch.tensor([1.0, float("nan")]).to(torch.float8_e5m2)
@@ -266,16 +268,17 @@ def test_numbers_of_8_bits_are_read() -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
-def test_tensors_of_other_layouts_are_left_to_the_model(tensor: torch.Tensor) -> None:
+def test_sparse_quantised_and_meta_tensors_are_not_checked(tensor: torch.Tensor) -> None:
     assert not_finite({"model": {"w": tensor}}) is None
 
 
-def test_the_moving_average_is_read() -> None:
+def test_the_moving_average_is_checked() -> None:
     state = {"model": {}, "extra_state": {"ema": {"w": torch.tensor(float("inf"))}}}
     assert not_finite(state) == "EMA parameter w is not finite (inf at [], 1 of 1 values)"
 
 
-def test_the_optimizer_state_is_named_where_it_is_used(
+@pytest.mark.slow
+def test_a_non_finite_optimizer_state_is_named_on_resume(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def change(state: Any) -> None:
@@ -304,8 +307,9 @@ def damage(path: Path, how: str) -> None:
         flip(path, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
-def test_a_damaged_last_checkpoint_is_passed_over(
+def test_a_resume_skips_a_damaged_last_checkpoint(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """And the training ends as if nothing had been."""
@@ -329,7 +333,8 @@ def test_a_damaged_last_checkpoint_is_passed_over(
     assert states[0]["optimizer_history"][-1]["num_updates"] == 8
 
 
-def test_a_training_does_not_go_on_from_a_file_that_no_training_writes(
+@pytest.mark.slow
+def test_a_resume_skips_checkpoints_that_no_training_wrote(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The script average_checkpoints.py of fairseq keeps the rest of a training's last checkpoint."""
@@ -353,11 +358,12 @@ def test_a_training_does_not_go_on_from_a_file_that_no_training_writes(
         *((name, False) for name in ("checkpoint_avg.pt", "checkpoint_mean.pt", "checkpoint_last-shard0.pt")),
     ],
 )
-def test_names_that_a_training_writes(name: str, resumed: bool) -> None:
+def test_file_names_that_a_training_writes(name: str, resumed: bool) -> None:
     assert bool(CHECKPOINT_NAME.fullmatch(name)) == resumed
 
 
-def test_a_training_that_starts_anew_beside_checkpoints_says_so(
+@pytest.mark.slow
+def test_a_new_training_in_a_folder_of_checkpoints_logs_a_warning(
     data: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "a"
@@ -372,7 +378,8 @@ def test_a_training_that_starts_anew_beside_checkpoints_says_so(
     assert "has no checkpoint_last.pt" not in caplog.text
 
 
-def test_without_a_whole_one_the_start_is_refused(
+@pytest.mark.slow
+def test_a_resume_without_an_intact_checkpoint_is_refused(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An average beside it is no training."""
@@ -390,7 +397,8 @@ def test_without_a_whole_one_the_start_is_refused(
     assert line.count("\n") == 1
 
 
-def test_a_last_checkpoint_that_is_not_finite_is_no_damage(
+@pytest.mark.slow
+def test_a_resume_does_not_skip_a_non_finite_last_checkpoint(
     data: Path, trained: Path, with_nan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was saved so; an older one may lead there again."""
@@ -401,7 +409,7 @@ def test_a_last_checkpoint_that_is_not_finite_is_no_damage(
     assert f"checkpoint_last.pt: parameter {QUERY} is not finite" in capsys.readouterr().err
 
 
-def test_what_is_whole_but_no_checkpoint_is_not_passed_over(
+def test_a_resume_does_not_skip_an_intact_file_that_is_no_checkpoint(
     data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "a"

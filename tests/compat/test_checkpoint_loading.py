@@ -36,7 +36,7 @@ def through_torch(value: object) -> object:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_fairseq_stores_loads_safely(value: object) -> None:
+def test_objects_that_fairseq_stores_load_safely(value: object) -> None:
     loaded = through_torch({"value": value})["value"]
     assert np.array_equal(loaded, value) if isinstance(value, np.ndarray) else loaded == value
 
@@ -90,6 +90,6 @@ def test_a_state_dict_alone_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "weights.pt"))
 
 
-def test_overrides_that_are_no_dictionary() -> None:
+def test_overrides_that_are_no_dictionary_are_refused() -> None:
     with pytest.raises(SurfaceFusionError, match=r"--model-overrides \[1\] is not a dictionary"):
         checkpoint_utils.load_checkpoint_to_cpu("any.pt", [1])

@@ -12,7 +12,8 @@ from surface_fusion.compat.cpu_processes import start_processes_on_cpus
 from tests.helpers.two_processes import FLAT, free_port, start, status
 
 
-def test_without_gpus_one_command_trains_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_command_starts_all_ranks_without_gpus(tmp_path: Path) -> None:
     """0.1.0 starts a process for each GPU: none, status 0."""
     log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
     assert status(start(log, *FLAT, *meeting, "--max-update", 2), timeout=200) == 0
@@ -34,12 +35,12 @@ def config(**given: Any) -> Any:
         ({"distributed_no_spawn": True}, "--distributed-no-spawn .* add --distributed-init-method tcp://"),
     ],
 )
-def test_what_cannot_start_says_so_in_one_line(given: dict[str, Any], line: str) -> None:
+def test_impossible_settings_are_refused_in_one_line(given: dict[str, Any], line: str) -> None:
     with pytest.raises(SurfaceFusionError, match=line):
         start_processes_on_cpus(lambda *_: pytest.fail("started"), config(**given), print)
 
 
-def test_processes_of_torchrun_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_torchrun_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """fairseq divides by the number of GPUs."""
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -55,7 +56,7 @@ def test_processes_of_torchrun_are_taken_as_they_are(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("port", "started"), [(9000, False), (-1, True)])
-def test_slurm_is_fairseqs(monkeypatch: pytest.MonkeyPatch, port: int, started: bool) -> None:
+def test_slurm_jobs_are_started_by_fairseq(monkeypatch: pytest.MonkeyPatch, port: int, started: bool) -> None:
     spawned: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")

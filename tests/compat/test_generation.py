@@ -47,7 +47,7 @@ def test_no_ngram_comes_twice() -> None:
     assert repeats() > 0 == repeats(no_repeat_ngram_size=2)
 
 
-def test_replace_unk_without_a_dictionary(tmp_path: Path) -> None:
+def test_replace_unk_without_an_alignment_dictionary(tmp_path: Path) -> None:
     assert utils.load_align_dict("@@ ") == {}
     assert utils.load_align_dict(None) is None
     (tmp_path / "align").write_text("horse cal\n")

@@ -21,7 +21,7 @@ from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import parse
 
 
-def test_what_fairseq_keeps_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_state_of_fairseq_is_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     writer = SimpleNamespace(close=lambda: closed.append("train"))
     monkeypatch.setattr(progress_bar, "_tensorboard_writers", {"train": writer}, raising=False)
@@ -56,6 +56,7 @@ def best_of(folder: Path) -> float:
     return state["best"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [with_fairseqs_main, with_our_command])
 def test_the_second_training_has_its_own_best_checkpoint(
     data: Path, tmp_path: Path, train: Callable[[Path, Sequence[str]], None]
@@ -67,6 +68,7 @@ def test_the_second_training_has_its_own_best_checkpoint(
     assert best_of(tmp_path / "second") > best_of(tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_jobs_of_a_hydra_multirun_have_their_own_best_checkpoints(
     data: Path, user_dir: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,8 @@ from tests.helpers.paths import REFERENCE
 LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse " * 700, "a horse"]
 
 
-def test_a_hypothesis_for_each_line(user_dir: Path) -> None:
+@pytest.mark.slow
+def test_each_line_gets_a_hypothesis(user_dir: Path) -> None:
     """By ``python -m``; with lines that hold what is no line end, an empty one, and two that are too long."""
     command = [sys.executable, "-m", "fairseq_cli.interactive", REFERENCE / "data-bin", "--cpu"]
     command += ["--user-dir", user_dir, "--path", REFERENCE / "checkpoint_best.pt", "--beam", "2"]

@@ -61,7 +61,7 @@ def test_raw_text_has_as_many_sentences_as_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7, 100])
-def test_chunks_hold_each_line_once(chunks: int, tmp_path: Path) -> None:
+def test_each_line_is_in_one_chunk(chunks: int, tmp_path: Path) -> None:
     corpus(tmp_path)
     path = str(tmp_path / "train.en")
     offsets = find_offsets(path, chunks)

@@ -18,7 +18,7 @@ class Store:
         return 1
 
 
-def test_a_rank_that_runs_but_is_stuck_is_told_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_rank_is_reported_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch.dist, "PrefixStore", Store)
     monkeypatch.setattr(rank_watch.Watch, "wait_for_silent", lambda watch: [])
     timed_out = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 100ms for recv")

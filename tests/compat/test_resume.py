@@ -49,7 +49,7 @@ def test_every_sentence_is_seen_once_an_epoch(start):
         assert sorted(i for batch in batches for i in batch) == list(range(50))
 
 
-def test_batches_that_are_made_anew_each_epoch_stay_so():
+def test_batches_are_regrouped_each_epoch_also_after_a_resume():
     whole = batches_by_epoch(1, 3, update_epoch_batch_itr=True)
     resumed = batches_by_epoch(2, 3, update_epoch_batch_itr=True)
     assert resumed == {epoch: whole[epoch] for epoch in (2, 3)}
@@ -71,7 +71,7 @@ def rest(iterator: Any, count: int | None = None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("then", "had", "now"), [(1, 6, 2), (2, 3, 1), (2, 3, 3), (1, 12, 2), (4, 2, 2)])
-def test_other_processes_go_on_where_the_training_stopped(then: int, had: int, now: int) -> None:
+def test_another_number_of_processes_resumes_at_the_next_batch(then: int, had: int, now: int) -> None:
     before = iterators(then)
     seen = [batch for iterator in before for batch in rest(iterator, had)]
     state = before[0].state_dict()
@@ -83,7 +83,7 @@ def test_other_processes_go_on_where_the_training_stopped(then: int, had: int, n
     assert sentences == list(range(50))
 
 
-def test_batches_that_do_not_divide_come_once_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_that_do_not_divide_are_repeated_once(caplog: pytest.LogCaptureFixture) -> None:
     (before,) = iterators(1)
     seen = rest(before, 5)
     after = iterators(2)
@@ -98,7 +98,7 @@ def test_batches_that_do_not_divide_come_once_more(caplog: pytest.LogCaptureFixt
     ) in caplog.text
 
 
-def test_the_same_processes_and_old_checkpoints_are_as_before(
+def test_the_same_number_of_processes_and_old_checkpoints_resume_as_in_fairseq(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = rest(iterators(2)[1])
@@ -121,7 +121,7 @@ def test_the_same_processes_and_old_checkpoints_are_as_before(
     ],
     ids=["optimizer", "schedule"],
 )
-def test_state_that_does_not_fit_is_answered_with_the_remedy(error, advice):
+def test_mismatched_state_is_reported_with_the_flag_to_add(error, advice):
     def load_checkpoint(trainer, filename, **kwargs):
         raise error
 
@@ -129,8 +129,9 @@ def test_state_that_does_not_fit_is_answered_with_the_remedy(error, advice):
         with_advice_on_resets(load_checkpoint, None, "first.pt", reset_optimizer=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr_patience", [0, 1])
-def test_a_plateau_is_seen_across_a_resume(data: Path, tmp_path: Path, lr_patience: int) -> None:
+def test_a_plateau_is_detected_across_a_resume(data: Path, tmp_path: Path, lr_patience: int) -> None:
     """Each epoch is worse than the first by this threshold, so that the learning rate goes down."""
     flags = ("--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", 0.5, "--lr-threshold", 0.9)
     flags += ("--lr-patience", lr_patience, "--no-epoch-checkpoints")
@@ -151,7 +152,7 @@ def test_a_plateau_is_seen_across_a_resume(data: Path, tmp_path: Path, lr_patien
         assert value.equal(parts["model"][name]), name
 
 
-def test_other_errors_are_left_alone():
+def test_other_errors_are_not_changed():
     def load_checkpoint(trainer, filename):
         raise ValueError("something else")
 

@@ -83,21 +83,21 @@ def test_literals_have_their_value(text: str, value: object) -> None:
         ("0" * 1000001, "longer than 1000000 characters"),
     ],
 )
-def test_anything_else_is_refused_by_name(text: str, reason: str) -> None:
+def test_expressions_other_than_literals_are_refused_by_name(text: str, reason: str) -> None:
     with pytest.raises(SurfaceFusionError) as caught:
         literal(text)
     said = str(caught.value)
     assert " is not a literal (" in said and reason in said and len(said) < 400 and "\n" not in said
 
 
-def test_what_is_no_text_is_a_type_error_as_in_eval() -> None:
+def test_other_types_raise_a_type_error_as_in_eval() -> None:
     """``fairseq.utils.eval_bool`` answers it with its default."""
     with pytest.raises(TypeError, match="not bool"):
         literal(True)  # type: ignore[arg-type]
     assert utils.eval_bool(False, default=True) is True
 
 
-def test_fairseqs_helpers_return_what_they_did() -> None:
+def test_fairseqs_helpers_return_the_same_values() -> None:
     assert utils.eval_str_list("[1, 2]", type=int) == [1, 2]
     assert utils.eval_str_list("3", type=int) == [3]
     assert utils.eval_str_list(None) is None
@@ -282,7 +282,7 @@ def test_no_call_of_eval_runs_code(site: tuple[str, str], tmp_path: Path) -> Non
     assert not marker.exists()
 
 
-def test_every_call_of_eval_is_tried() -> None:
+def test_every_call_of_eval_has_a_test() -> None:
     found = {
         (file.removeprefix("fairseq/"), call)
         for file, call in calls(Path(fairseq.__file__).parent)

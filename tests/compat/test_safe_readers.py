@@ -26,7 +26,7 @@ def test_no_part_of_a_fasta_files_name_reaches_a_shell(
     assert not Path("marker").exists()
 
 
-def test_a_fasta_file_is_indexed_as_before(tmp_path: Path) -> None:
+def test_a_fasta_file_is_indexed(tmp_path: Path) -> None:
     (tmp_path / "train.fasta").write_bytes(FASTA)
     data = FastaDataset(str(tmp_path / "train"))
     assert [data[i] for i in range(len(data))] == [
@@ -54,7 +54,7 @@ def test_no_yaml_tag_names_code(tmp_path: Path, tag: str) -> None:
     assert not (tmp_path / "marker").exists()
 
 
-def test_plain_yaml_is_read_as_before(tmp_path: Path) -> None:
+def test_plain_yaml_is_read(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("vocab_filename: dict.txt\ninput_channels: 2\ntransforms:\n  '*': [utterance_cmvn]\n")
     assert get_config_from_yaml(config) == {

@@ -22,6 +22,7 @@ def shard(count: int, place: int) -> tuple[str, ...]:
     return ("--num-shards", str(count), "--shard-id", str(place))
 
 
+@pytest.mark.slow
 def test_generate_translates_each_sentence_in_one_shard(capsys: pytest.CaptureFixture[str]) -> None:
     def hypotheses(*flags: str) -> dict[str, str]:
         capsys.readouterr()
@@ -75,7 +76,7 @@ def batches_in(cfg: Any) -> tuple[list[int], int]:
     return seen[0], seen[3]
 
 
-def test_a_shard_is_taken_once_and_trainings_have_none() -> None:
+def test_shards_are_applied_once_and_not_in_a_training() -> None:
     """``eval-lm`` takes shards itself; a training deals out batches to processes."""
     assert batches_in(config("x.pt", 3, 1)) == ([1, 4, 7], 1)
     assert batches_in(config("x.pt", 1, 0)) == ([*range(10)], 1)
@@ -83,7 +84,7 @@ def test_a_shard_is_taken_once_and_trainings_have_none() -> None:
 
 
 @pytest.mark.parametrize("place", [-1, 2])
-def test_a_shard_that_is_none_is_refused(place: int) -> None:
+def test_an_invalid_shard_is_refused(place: int) -> None:
     with pytest.raises(SurfaceFusionError, match=f"--num-shards 2 --shard-id {place}: give --num-shards N"):
         batches_in(config("x.pt", 2, place))
 
@@ -93,7 +94,7 @@ def test_a_shard_without_a_sentence_is_refused() -> None:
         batches_in(config("x.pt", 12, 11))
 
 
-def test_lines_are_not_dealt_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_interactive_refuses_shards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the bird\n")
     assert main(["interactive", *DATA, "--input", str(text), *shard(2, 1)]) == 2

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.helpers.tiny import build
 
 
-def test_a_hub_is_copied_whole() -> None:
+def test_a_copied_hub_has_its_own_task_state() -> None:
     model, task = build("--surfacefusion", "att", "--sf-gate", "0.8")
     cfg = {"generation": {"replace_unk": None}, "tokenizer": None, "bpe": None}
     hub = hub_utils.GeneratorHubInterface(OmegaConf.create(cfg), task, [model])

@@ -25,6 +25,7 @@ def last_line(log: Path) -> str:
     return log.read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [FLAT, ADAM, (*ADAM, "--sf-plain")], ids=["flat_adam", "adam", "plain"])
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """0.1.0 waits for 1,800 s, and the fast path never sets fairseq's heartbeat."""
@@ -44,8 +45,9 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...])
     assert "error: rank 1 of 2 does not answer" in last_line(logs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("came", [0, 1])
-def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> None:
+def test_a_missing_rank_is_named_in_time(tmp_path: Path, came: int) -> None:
     log, port = tmp_path / "log", free_port()
     assert status(start(log, *FLAT, *rank_flags(came, port, 5)), timeout=150) == 2
     meeting = f"tcp://127.0.0.1:{port}"
@@ -53,7 +55,7 @@ def test_a_rank_that_never_came_is_named_in_time(tmp_path: Path, came: int) -> N
     assert (f"rank 0 did not come to {meeting} within 5 s" if came else missing) in last_line(log)
 
 
-def test_a_group_that_is_older_than_the_import_gets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_created_before_the_import_gets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in fairseq-hydra-train, which imports the package after the process group exists."""
     at_exit: list[Any] = []
     monkeypatch.setattr(time_limits.atexit, "register", at_exit.append)
@@ -73,6 +75,6 @@ def test_a_group_that_is_older_than_the_import_gets_the_limit(monkeypatch: pytes
         dist.destroy_process_group()
 
 
-def test_the_limit_is_ten_minutes_or_the_heartbeats() -> None:
+def test_the_limit_is_ten_minutes_or_the_heartbeat_timeout() -> None:
     assert time_limits.seconds_to_wait(SimpleNamespace(heartbeat_timeout=-1)) == 600
     assert time_limits.seconds_to_wait(SimpleNamespace(heartbeat_timeout=30)) == 30

@@ -18,14 +18,21 @@ def copy_of_the_package(folder: Path, user_dir: Path) -> Path:
     )
 
 
+def is_the_package(module: object, user_dir: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == user_dir / "__init__.py"
+
+
 def test_the_imported_package_may_be_the_user_dir(user_dir: Path, tmp_path: Path) -> None:
     link = tmp_path / "surface_fusion"
     link.symlink_to(user_dir)
     for path in (user_dir, link):
         utils.import_user_module(argparse.Namespace(user_dir=str(path)))
+    copies = [name for name, module in sys.modules.items() if is_the_package(module, user_dir)]
+    assert copies == ["surface_fusion"]
 
 
-def test_a_checkout_elsewhere_is_said_and_not_loaded_twice(
+def test_a_second_checkout_is_reported_and_not_loaded(
     user_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere = copy_of_the_package(tmp_path, user_dir)
@@ -34,14 +41,14 @@ def test_a_checkout_elsewhere_is_said_and_not_loaded_twice(
     assert f"--user-dir {elsewhere}" in caplog.text and "is already imported" in caplog.text
 
 
-def test_another_version_elsewhere_is_refused(user_dir: Path, tmp_path: Path) -> None:
+def test_a_second_checkout_of_another_version_is_refused(user_dir: Path, tmp_path: Path) -> None:
     elsewhere = copy_of_the_package(tmp_path, user_dir)
     (elsewhere / "version.py").write_text('__version__ = "9.9.9"\n')
     with pytest.raises(SurfaceFusionError, match=r"surface-fusion 9\.9\.9, but 0\.1\.0 is already imported"):
         utils.import_user_module(argparse.Namespace(user_dir=str(elsewhere)))
 
 
-def test_a_plugin_of_somebody_else_is_imported_as_ever(tmp_path: Path) -> None:
+def test_another_plugin_is_imported(tmp_path: Path) -> None:
     plugin = tmp_path / "a_plugin_of_somebody_else"
     plugin.mkdir()
     (plugin / "__init__.py").touch()

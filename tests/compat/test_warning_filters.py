@@ -34,7 +34,7 @@ WARNING_SOURCES = {
 
 
 @pytest.mark.parametrize("message", [message for message, _, _ in warning_filters.HARMLESS_WARNINGS])
-def test_the_noise_is_still_made(message: str) -> None:
+def test_each_filtered_warning_is_still_raised(message: str) -> None:
     (package, file, text) = next(source for key, source in WARNING_SOURCES.items() if key in message)
     folder = Path(next(iter(find_spec(package).submodule_search_locations)))
     # Adjacent string literals make one text.
@@ -42,7 +42,7 @@ def test_the_noise_is_still_made(message: str) -> None:
     assert text in source, f"{package} no longer warns of this: take it out of warning_filters.py"
 
 
-def test_importing_the_package_says_nothing() -> None:
+def test_importing_the_package_prints_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", "import surface_fusion"], capture_output=True, text=True)
     ours = [line for line in (done.stdout + done.stderr).splitlines() if "SyntaxWarning" not in line]
     assert (done.returncode, ours) == (0, [])

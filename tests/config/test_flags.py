@@ -1,4 +1,7 @@
-"""Flags, YAML keys and old checkpoints' arguments, and what each becomes."""
+"""Defaults and meaning of flags, YAML keys and the arguments of old checkpoints.
+
+Also tests ``config/legacy_flags.py``.
+"""
 
 import argparse
 import copy
@@ -48,14 +51,14 @@ def test_the_help_says_that_gate_zero_is_learned() -> None:
     assert "0 (the default, as published) means a gate learned per token" in str(action.help)
 
 
-def test_published_flags_are_all_there() -> None:
+def test_all_published_flags_exist() -> None:
     flags = {option for action in parser()._actions for option in action.option_strings}
     published = "surfacefusion sf-mode sf-gate sf-softmax-tau sf-linear sf-ffn sf-no-posedemb"
     published += " sf-attention-heads sf-idx layer-wise-attention"
     assert {f"--{name}" for name in published.split()} <= flags
 
 
-def test_defaults_are_what_the_published_command_line_did() -> None:
+def test_defaults_equal_the_published_command_line() -> None:
     args = parse(*ATT)
     assert args.sf_ffn is True and args.sf_no_posedemb is True
     assert (args.sf_attention_heads, args.sf_softmax_tau, args.sf_gate) == (1, 1.0, 0.0)
@@ -108,7 +111,7 @@ def test_unknown_mode_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "flags", [(), ATT, (*ATT, "--no-sf-ffn", "--sf-posedemb"), (*ATT, "--sf-gate", "0.8", "--sf-idx", "1")]
 )
-def test_filling_defaults_twice_changes_nothing(flags: tuple[str, ...]) -> None:
+def test_filling_defaults_is_idempotent(flags: tuple[str, ...]) -> None:
     args = parse(*SIZES, *flags)
     again = copy.deepcopy(args)
     fill_defaults(again)
@@ -119,7 +122,7 @@ def test_filling_defaults_twice_changes_nothing(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("ffn", [True, False])
 @pytest.mark.parametrize("no_positions", [True, False])
-def test_old_namespaces_keep_what_they_say(ffn: bool, no_positions: bool) -> None:
+def test_old_namespaces_keep_their_settings(ffn: bool, no_positions: bool) -> None:
     args = Namespace(surfacefusion="att", sf_ffn=ffn, sf_no_posedemb=no_positions, sf_mode="soft")
     for _ in range(2):
         fill_defaults(args)
@@ -142,7 +145,7 @@ def test_published_checkpoints_with_only_the_misspelt_mode() -> None:
     assert args.sf_mode == "postnorm"
 
 
-def test_a_setting_of_ours_in_a_published_namespace_is_respected() -> None:
+def test_a_current_setting_in_a_published_namespace_is_kept() -> None:
     args = Namespace(sf_fuision_mode="hard", sf_mode="hard", sf_pool_published=False)
     fill_defaults(args)
     assert args.sf_pool_published is False
@@ -156,7 +159,7 @@ def test_published_positions_of_transparent_attention_reach_the_surface() -> Non
         assert args.sf_no_posedemb is False
 
 
-def test_encoder_layers_that_nothing_attends_to_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_unattended_encoder_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--layer-wise-attention", "--encoder-layers", "4")
     config(*flags, *ATT, "--sf-no-detach")
     assert not [r for r in caplog.records if r.name == "surface_fusion.config.flags"]
@@ -177,7 +180,7 @@ def test_configs_share_nothing() -> None:
     assert (SurfaceFusionConfig().encoder.layers, SurfaceFusionConfig().decoder.output_dim) == (6, 512)
 
 
-def test_two_models_one_after_the_other() -> None:
+def test_two_configurations_in_one_process_are_independent() -> None:
     build(*ATT, "--sf-posedemb", "--encoder-layers", "3", "--quant-noise-pq", "0.1", "--sf-linear")
     model, _ = build("--surfacefusion", "mean")
     assert len(model.encoder.layers) == 2 and model.encoder.quant_noise is None

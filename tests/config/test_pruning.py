@@ -84,7 +84,7 @@ def test_what_is_stored_after_pruning_loads_again() -> None:
     assert torch.equal(log_probs(again.eval(), batch()), log_probs(pruned.eval(), batch()))
 
 
-def test_yaml() -> None:
+def test_pruning_from_yaml() -> None:
     cfg = OmegaConf.create(
         {"_name": ARCH, "surfacefusion": "att", "encoder_embed_dim": 16, "encoder": {"layers_to_keep": "1,3"}}
     )

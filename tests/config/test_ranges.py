@@ -76,7 +76,7 @@ def test_every_default_is_in_its_range() -> None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_what_lies_outside_is_refused(name: str) -> None:
+def test_values_outside_the_range_are_refused(name: str) -> None:
     valid = RANGES[name]
     outside = [math.nan, math.inf, -math.inf]
     outside += [valid.low - 1] if math.isfinite(valid.low) else []
@@ -95,12 +95,13 @@ def test_what_lies_outside_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_what_lies_inside_is_not(name: str) -> None:
+def test_values_inside_the_range_are_accepted(name: str) -> None:
     valid = RANGES[name]
     inside = [*valid.special, 1 if 1 in valid else 0.5]
     inside += [valid.low] if math.isfinite(valid.low) and not valid.low_excluded else []
     inside += [valid.high] if math.isfinite(valid.high) and not valid.high_excluded else []
     for value in inside:
+        assert value in valid
         check_ranges({name: value})
     check_ranges({name: None})
     check_ranges({name: "text"})
@@ -119,11 +120,12 @@ def test_what_lies_inside_is_not(name: str) -> None:
         ("patience", -1),
     ],
 )
-def test_what_fairseq_takes_for_off_or_always_is_taken(name: str, value: float) -> None:
+def test_values_that_fairseq_reads_as_off_or_always_are_accepted(name: str, value: float) -> None:
+    assert value in RANGES[name]
     check_ranges({name: value})
 
 
-def test_seeds_leave_room_for_the_number_of_the_epoch() -> None:
+def test_seeds_are_small_enough_to_add_the_epoch() -> None:
     """Which fairseq adds to the seed that it gives to numpy."""
     with numpy_seed(int(RANGES["seed"].high) + 10**6):
         pass
@@ -152,14 +154,14 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids="=".join)
-def test_the_command_line_of_a_training(flags: tuple[str, str]) -> None:
+def test_out_of_range_flags_of_a_training_are_refused(flags: tuple[str, str]) -> None:
     given = (f"{flags[0]}={flags[1]}", "--criterion", "label_smoothed_cross_entropy")
     with pytest.raises(SurfaceFusionError, match=flags[0]):
         parse(*given)
 
 
 @pytest.mark.parametrize("dim", ["2", "3"])
-def test_sinusoidal_positions_need_a_width(dim: str) -> None:
+def test_sinusoidal_positions_need_a_minimal_width(dim: str) -> None:
     heads = ("--encoder-attention-heads", "1", "--decoder-attention-heads", "1")
     narrow = ("--encoder-embed-dim", dim, *heads)
     with pytest.raises(SurfaceFusionError, match=f"--encoder-embed-dim {dim} is too small"):
@@ -175,20 +177,20 @@ def test_sinusoidal_positions_need_a_width(dim: str) -> None:
         ({"shard_id": 2, "num_shards": 2}, "--shard-id 2: give a number below --num-shards 2"),
     ],
 )
-def test_settings_of_generation_that_contradict_each_other(values: dict[str, Any], text: str) -> None:
+def test_contradictory_settings_of_generation_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(SurfaceFusionError, match=text):
         check_generation(values)
     check_generation({"nbest": 2, "beam": 2, "min_len": 20, "max_len_a": 1.2, "max_len_b": 10})
 
 
-def test_a_schedule_that_divides_by_its_warm_up() -> None:
+def test_a_schedule_without_warm_up_is_refused() -> None:
     flags = ("--optimizer", "adam", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "0")
     cfg = convert_namespace_to_omegaconf(parse(*SIZES, *flags))
     with pytest.raises(SurfaceFusionError, match="--warmup-updates 0 cannot be used with"):
         check_config(cfg)
 
 
-def test_yaml_and_overrides_of_a_model() -> None:
+def test_out_of_range_values_in_yaml_and_overrides_are_refused() -> None:
     yaml = OmegaConf.create({"_name": "transformer_surface_fusion", "dropout": 1.5})
     with pytest.raises(SurfaceFusionError, match=r"--dropout 1\.5: give a number in \[0, 1\]"):
         SurfaceFusionConfig.from_namespace(yaml)

@@ -52,7 +52,7 @@ def test_the_published_command_line_parses_verbatim_on_a_gpu(monkeypatch: pytest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_published_command_line_on_a_cpu_says_what_to_leave_out() -> None:
+def test_the_published_command_line_on_a_cpu_names_the_flag_to_omit() -> None:
     with pytest.raises(SurfaceFusionError) as error:
         parse_published()
     assert str(error.value) == (
@@ -62,7 +62,7 @@ def test_the_published_command_line_on_a_cpu_says_what_to_leave_out() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--fp16", "--memory-efficient-fp16"])
-def test_fp16_with_cpu_asked_for(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_with_cpu_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SurfaceFusionError, match="--fp16 needs a CUDA GPU and --cpu was given"):
         parse(flag)
@@ -71,7 +71,7 @@ def test_fp16_with_cpu_asked_for(flag: str, monkeypatch: pytest.MonkeyPatch) -> 
 # --min-lr
 
 
-def test_min_lr_is_answered_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_min_lr_is_read_as_stop_min_lr_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="surface_fusion"):
         args = parse("--min-lr", "1e-09", "--lr-scheduler", "inverse_sqrt")
     assert args.stop_min_lr == 1e-9
@@ -79,7 +79,7 @@ def test_min_lr_is_answered_with_one_line(caplog: pytest.LogCaptureFixture) -> N
     assert lines == ["--min-lr 1e-09 is read as --stop-min-lr, fairseq's current name of the flag"]
 
 
-def test_without_it_nothing_is_said_and_the_default_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_min_lr_no_message_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="surface_fusion"):
         args = parse("--lr-scheduler", "inverse_sqrt")
     assert args.stop_min_lr == -1.0 and not hasattr(args, "min_lr")
@@ -88,7 +88,7 @@ def test_without_it_nothing_is_said_and_the_default_stays(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("scheduler", ["fixed", "inverse_sqrt", "polynomial_decay", "reduce_lr_on_plateau"])
-def test_min_lr_of_schedules_that_have_none(scheduler: str) -> None:
+def test_min_lr_of_schedules_without_that_option(scheduler: str) -> None:
     needed = ("--total-num-update", "9") if scheduler == "polynomial_decay" else ()
     args = parse("--min-lr", "1e-09", "--lr-scheduler", scheduler, *needed)
     assert args.stop_min_lr == 1e-9 and not hasattr(args, "min_lr")
@@ -96,7 +96,7 @@ def test_min_lr_of_schedules_that_have_none(scheduler: str) -> None:
 
 @pytest.mark.parametrize("scheduler", ["cosine", "step"])
 @pytest.mark.parametrize("flags", [(), ("--min-lr", "1e-4")], ids=" ".join)
-def test_min_lr_of_schedules_that_have_one_is_theirs(scheduler: str, flags: tuple[str, ...]) -> None:
+def test_min_lr_of_schedules_with_that_option(scheduler: str, flags: tuple[str, ...]) -> None:
     args = parse(
         *flags, "--lr-scheduler", scheduler, "--lr", "1e-3", "--optimizer", "adam", "--max-update", "10"
     )
@@ -131,12 +131,12 @@ def test_memory_efficient_bf16() -> None:
     assert args.bf16 is True and args.tpu is False
 
 
-def test_a_tpu_that_is_there_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_available_tpu_stays_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     assert parse("--bf16").tpu is True
 
 
-def test_a_task_without_data_is_no_trouble() -> None:
+def test_a_task_without_data_is_parsed() -> None:
     argv = ["--user-dir", USER_DIR, "-a", ARCH, "--task", "dummy_mt", "--cpu"]
     args = options.parse_args_and_arch(options.get_training_parser(), argv)
     assert args.arch == ARCH
@@ -166,7 +166,7 @@ def test_flat_adam_in_half_precision_is_memory_efficient(half: str, monkeypatch:
     assert cfg.common[half] and not cfg.common[f"memory_efficient_{half}"]
 
 
-def test_the_flags_of_flat_adam() -> None:
+def test_flags_of_flat_adam() -> None:
     flags = ("--adam-betas", "(0.9, 0.98)", "--weight-decay", "0.1", "--adam-eps", "1e-9", "--lr", "0.5")
     optimizer = convert_namespace_to_omegaconf(parse("--optimizer", "flat_adam", *flags)).optimizer
     assert optimizer == {
@@ -189,7 +189,7 @@ def test_the_flags_of_flat_adam() -> None:
         ("--quant-noise-pq", "0.1"),
     ],
 )
-def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
+def test_flags_that_flat_adam_does_not_support_are_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(SurfaceFusionError, match=f"{' '.join(flags)} cannot be used .* use --optimizer adam"):
         parse("--optimizer", "flat_adam", *flags)
     parse("--optimizer", "adam", *flags)
@@ -198,7 +198,7 @@ def test_what_flat_adam_cannot_serve_is_refused(flags: tuple[str, ...]) -> None:
 # What is not a command line
 
 
-def test_a_stored_configuration_is_left_alone(tmp_path: Path) -> None:
+def test_a_stored_configuration_is_not_changed(tmp_path: Path) -> None:
     """A checkpoint's arguments: its data folder may be gone, and it was trained in fp16."""
     args = parse()
     args._name = ARCH

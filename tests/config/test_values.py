@@ -1,4 +1,7 @@
-"""Values that no model can be built with are named in one line; those without effect are remarked on."""
+"""Invalid values are refused and values without effect are logged, each in one line.
+
+Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+"""
 
 from typing import Any
 
@@ -48,7 +51,7 @@ def config(*flags: str) -> SurfaceFusionConfig:
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_bad_values_are_named(flags: tuple[str, ...], text: str) -> None:
+def test_invalid_values_are_named(flags: tuple[str, ...], text: str) -> None:
     with pytest.raises(SurfaceFusionError) as error:
         build(*ATT, *flags)
     assert text in str(error.value)
@@ -74,7 +77,7 @@ def test_pooled_sources_need_equal_widths(source: str, option: str) -> None:
     ],
     ids=str,
 )
-def test_bad_values_that_only_a_namespace_can_hold_are_named(changes: dict[str, Any], text: str) -> None:
+def test_invalid_values_in_a_namespace_are_named(changes: dict[str, Any], text: str) -> None:
     args = parse(*SIZES, *ATT)
     vars(args).update(changes)
     with pytest.raises(SurfaceFusionError) as error:
@@ -82,7 +85,7 @@ def test_bad_values_that_only_a_namespace_can_hold_are_named(changes: dict[str, 
     assert text in str(error.value)
 
 
-def test_a_plain_transformer_does_not_mind_fusion_flags() -> None:
+def test_a_plain_transformer_ignores_fusion_flags() -> None:
     cfg = config("--sf-gate", "0.8", "--adaptive-softmax-cutoff", "10,20")
     assert cfg.surfacefusion is None and not cfg.learned_gate
 
@@ -107,7 +110,7 @@ def test_tau_is_checked(tau: str) -> None:
         build(*ATT, "--sf-mode", "soft", "--sf-softmax-tau", tau)
 
 
-def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_flags_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     build("--sf-mode", "soft", "--sf-idx", "0")
     assert "--sf-mode, --sf-idx: no effect without --surfacefusion" in caplog.messages
     caplog.clear()
@@ -134,7 +137,7 @@ def test_flags_without_surfacefusion_are_remarked_on(caplog: pytest.LogCaptureFi
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_flags_on_the_embedding_layer_that_do_nothing(
+def test_embedding_flags_without_effect_are_logged(
     flags: tuple[str, ...], text: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(*flags)

@@ -1,4 +1,7 @@
-"""YAML keys: the model of the flags, and errors that name the key."""
+"""YAML configurations build the same model as flags, and errors name the key.
+
+Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+"""
 
 from typing import Any
 
@@ -88,7 +91,7 @@ def test_a_yaml_section_completes_a_named_architecture() -> None:
     assert model.decoder.sf_attn.dropout_module.p == 0.1
 
 
-def test_what_a_yaml_run_stores_builds_the_same_model() -> None:
+def test_the_configuration_stored_by_a_yaml_run_builds_the_same_model() -> None:
     cfg = OmegaConf.create({"_name": ARCH, **NESTED, "surfacefusion": "att", "sf_ffn": False})
     task = tasks.setup_task(parse())
     shapes = {n: p.shape for n, p in task.build_model(cfg).named_parameters()}
@@ -127,7 +130,7 @@ def test_published_options_in_yaml_are_refused_too() -> None:
 @pytest.mark.parametrize(
     "values", [{"sf_mode": "softest"}, {"sf_gate": 2}, {"surfacefusion": "dot"}], ids=str
 )
-def test_bad_values_in_yaml_are_named(values: dict[str, Any]) -> None:
+def test_invalid_values_in_yaml_are_named(values: dict[str, Any]) -> None:
     with pytest.raises(SurfaceFusionError, match=str(next(iter(values.values())))):
         yaml_model({**FLAT, "surfacefusion": "att", **values})
 
@@ -142,7 +145,7 @@ def test_encoder_fusion_in_yaml() -> None:
     assert (flat.encoder_fusion, flat.encoder.layers) == ("fine-grained", 3)
 
 
-def test_struct_flag_of_a_yaml_config_is_left_as_it_was() -> None:
+def test_the_struct_flag_of_a_yaml_config_is_restored() -> None:
     cfg = OmegaConf.create({"_name": ARCH, **FLAT})
     OmegaConf.set_struct(cfg, True)
     tasks.setup_task(parse()).build_model(cfg)

@@ -1,4 +1,7 @@
-"""``fused_label_smoothed_cross_entropy`` logs and learns what fairseq's does, whichever way it goes."""
+"""Losses, logged values and gradients of the criterion equal those of fairseq's, on each path.
+
+Also tests ``modules/fused_loss.py``.
+"""
 
 import math
 from itertools import cycle, islice
@@ -94,7 +97,9 @@ def said_by_criterion(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_two_batches_of_an_update(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_batches_of_an_update_equal_fairseqs_criterion(
+    name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Losses, what is logged, and the sum of the gradients."""
     model, reference = model_of(way, *MODELS[name]), model_of("plain", *MODELS[name])
     ours = criterion(way)
@@ -129,7 +134,9 @@ def test_two_batches_of_an_update(name: str, way: str, caplog: pytest.LogCapture
     ids=str,
 )
 @pytest.mark.parametrize("flags", [HARD, ATT, ()], ids=["hard", "learned gate", "no fusion"])
-def test_flags_of_fairseqs_criterion(flags: tuple[str, ...], options: dict[str, Any], way: str) -> None:
+def test_flags_of_fairseqs_criterion_have_the_same_effect(
+    flags: tuple[str, ...], options: dict[str, Any], way: str
+) -> None:
     model, reference = model_of(way, *flags), model_of("plain", *flags)
     loss, size, logged = criterion(way, **options)(model, SAMPLES[0])
     expected, expected_size, expected_log = fairseqs(**options)(reference, SAMPLES[0])
@@ -139,7 +146,9 @@ def test_flags_of_fairseqs_criterion(flags: tuple[str, ...], options: dict[str, 
 
 @pytest.mark.parametrize("ignored", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_padding_on_the_other_side(way: str, ignored: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_padded_targets_equal_fairseqs_criterion(
+    way: str, ignored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``--left-pad-target``, also with a prefix that is ignored, and a source that is padded on the right."""
     monkeypatch.setattr(TASK.cfg, "left_pad_target", True)
     sample = batch((5, 7, 3), (6, 4, 5))
@@ -158,7 +167,7 @@ def test_padding_on_the_other_side(way: str, ignored: int, monkeypatch: pytest.M
     assert_logged(logged, expected_log)
 
 
-def test_the_mode_whose_loss_only_the_plain_way_knows(caplog: pytest.LogCaptureFixture) -> None:
+def test_postnorm_v1_uses_the_plain_loss(caplog: pytest.LogCaptureFixture) -> None:
     flags = (*ATT, "--sf-mode", "postnorm_v1")
     with caplog.at_level("INFO", "surface_fusion.criterions.fused_label_smoothed_cross_entropy"):
         loss, _, logged = criterion("packed")(model_of("packed", *flags), SAMPLES[0])
@@ -169,7 +178,7 @@ def test_the_mode_whose_loss_only_the_plain_way_knows(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_of_single_tokens(way: str) -> None:
+def test_losses_without_reduction_equal_fairseqs(way: str) -> None:
     """``reduce=False``, as ``fairseq-validate`` may ask."""
     model = model_of(way, *HARD)
     loss, _, logged = criterion(way)(model, SAMPLES[0], reduce=False)
@@ -179,7 +188,7 @@ def test_losses_of_single_tokens(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_validation(way: str) -> None:
+def test_validation_equals_fairseqs_criterion(way: str) -> None:
     flags = (*HARD, "--dropout", "0.4", "--attention-dropout", "0.4")
     model, ours = model_of(way, *flags), criterion(way)
     model.eval()
@@ -195,7 +204,7 @@ def test_validation(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_dummy_batch_adds_nothing(way: str) -> None:
+def test_a_dummy_batch_adds_no_gradient(way: str) -> None:
     """A process without a batch left computes one that does not count."""
     model, ours = model_of(way, *HARD), criterion(way)
     ours(model, SAMPLES[0])[0].backward()
@@ -207,7 +216,7 @@ def test_a_dummy_batch_adds_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_normalized_perplexity(way: str) -> None:
+def test_normalised_perplexity_is_that_of_the_renormalised_distribution(way: str) -> None:
     model, ours = model_of(way, *HARD), criterion(way)
     with metrics.aggregate(new_root=True) as logged:
         ours.reduce_metrics([ours(model, sample)[2] for sample in SAMPLES])
@@ -226,7 +235,7 @@ def test_perplexity_of_a_distribution_is_logged_once() -> None:
     assert {"loss", "nll_loss", "ppl"} == set(logged.get_smoothed_values())
 
 
-def test_each_model_goes_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_models_of_one_criterion_are_computed_independently(caplog: pytest.LogCaptureFixture) -> None:
     """The criterion belongs to the task; a second model is not taken for the first."""
     packed, other, ours = (
         model_of("packed", *HARD),
@@ -288,13 +297,16 @@ class Training:
         return {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 2])
 @pytest.mark.parametrize(
     "flags",
     [("--sf-gate", 0.8), ("--sf-gate", 0, *PRE_NORM)],
     ids=["post-norm hard", "pre-norm learned gate"],
 )
-def test_twenty_updates_fast_and_plain(data: Path, flags: tuple[object, ...], update_freq: int) -> None:
+def test_twenty_packed_updates_equal_plain_ones(
+    data: Path, flags: tuple[object, ...], update_freq: int
+) -> None:
     plain = Training(data, *flags, "--sf-plain").run(20, update_freq)
     fast = Training(data, *flags).run(20, update_freq)
     half = 10 * update_freq
@@ -304,6 +316,7 @@ def test_twenty_updates_fast_and_plain(data: Path, flags: tuple[object, ...], up
     assert plain[-1] < 0.95 * plain[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [((), ("--sf-plain",)), (("--sf-plain",), ())])
 def test_a_resume_may_switch_between_fast_and_plain(
     data: Path, tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
@@ -335,7 +348,7 @@ def test_a_resume_may_switch_between_fast_and_plain(
     ],
     ids=str,
 )
-def test_what_cannot_run_fast_says_so_once(
+def test_the_reason_for_the_plain_path_is_logged_once(
     data: Path, flags: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(data, *flags)
@@ -347,7 +360,7 @@ def test_what_cannot_run_fast_says_so_once(
     assert len(said) == 1 and said[0].endswith(way)
 
 
-def test_names_and_shapes_are_those_of_the_plain_model(data: Path) -> None:
+def test_state_dict_names_and_shapes_equal_the_plain_model(data: Path) -> None:
     fast, plain = Training(data), Training(data, "--sf-plain")
     fast.run(2)
     states = [training.trainer.model.state_dict() for training in (fast, plain)]
@@ -371,8 +384,9 @@ def two_process_worker(rank: int, folder: str, data: str, update_freq: int) -> N
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 2])
-def test_two_processes_are_one_with_both_batches(data: Path, tmp_path: Path, update_freq: int) -> None:
+def test_two_processes_equal_one_with_both_batches(data: Path, tmp_path: Path, update_freq: int) -> None:
     """The average begins with the backward of an update's last batch."""
     given = (str(tmp_path), str(data), update_freq)
     torch.multiprocessing.spawn(two_process_worker, given, nprocs=2)
@@ -385,7 +399,7 @@ def test_two_processes_are_one_with_both_batches(data: Path, tmp_path: Path, upd
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_parameter_frozen_between_two_updates_is_not_trained_any_more() -> None:
+def test_a_parameter_frozen_between_updates_is_no_longer_trained() -> None:
     model = shaken(*HARD).train()
     flat = FlatParameters.of(model.parameters())
     criterion = FusedLabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)

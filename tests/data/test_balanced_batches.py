@@ -79,7 +79,7 @@ def test_on_gpus_rounded_costs_are_above_all_alike(cuda: bool) -> None:
         assert found == tuple(sorted(batches, key=dataset.cost, reverse=True))
 
 
-def test_the_batches_are_fairseqs() -> None:
+def test_the_set_of_batches_equals_fairseqs() -> None:
     dataset = Pairs()
     got = [batch for shard in (0, 1) for batch in epoch(dataset, shard)]
     assert sorted(got) == [list(range(i, i + 12)) for i in range(0, 600, 12)]
@@ -97,12 +97,12 @@ def test_the_order_is_the_same_however_often_fairseq_asks() -> None:
 
 
 @pytest.mark.parametrize("how", [{"shards": 1}, {"grouped": False}])
-def test_otherwise_the_order_is_fairseqs(how: dict[str, Any]) -> None:
+def test_unsupported_settings_keep_fairseqs_order(how: dict[str, Any]) -> None:
     dataset = Pairs()
     assert epoch(dataset, 0, **how) == epoch(dataset, 0, wrapped=False, **how)
 
 
-def test_other_data_sets_tell_their_number_of_tokens() -> None:
+def test_costs_of_other_data_sets_are_their_numbers_of_tokens() -> None:
     dataset = Pairs()
     expected = epoch(dataset, 0)
     dataset.tgt_sizes, tgt_sizes = None, dataset.tgt_sizes

@@ -82,7 +82,7 @@ def test_batches_are_shuffled_again_after_a_curriculum_that_was_resumed() -> Non
 
 
 @pytest.mark.parametrize("change", ["same iterator", "other data"])
-def test_otherwise_fairseq_starts_workers(change: str) -> None:
+def test_unsupported_settings_use_fairseqs_workers(change: str) -> None:
     task, dataset = FairseqTask(Namespace()), Numbers()
     first = iterator_of(task, dataset, 1)
     list(first.next_epoch_itr())

@@ -46,7 +46,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @STATIC
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
-def test_the_same_translations(
+def test_translations_equal_those_of_fairseqs_loop(
     flags: tuple[str, ...], options: dict[str, Any], static: bool, searches: list[Any]
 ) -> None:
     model = model_that_ends(*flags)
@@ -71,7 +71,9 @@ def test_sentences_that_end_at_different_times(static: bool, searches: list[Any]
     assert len({len(hypothesis["tokens"]) for several in found for hypothesis in several}) == 5
 
 
-def test_the_vocabulary_in_parts(searches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_in_parts_when_they_exceed_the_limit(
+    searches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No more logits at a time than fit: here those of two sentences, and of one at the end."""
     monkeypatch.setattr(beam_search, "MAX_LOGITS", 2 * 3 * 2 * VOCAB + 1)
     asked: list[int] = []
@@ -86,7 +88,7 @@ def test_the_vocabulary_in_parts(searches: list[Any], monkeypatch: pytest.Monkey
 
 @STATIC
 @pytest.mark.parametrize("beam", [2, 4])
-def test_words_that_are_equally_good(static: bool, beam: int, searches: list[Any]) -> None:
+def test_ties_are_broken_as_in_fairseq(static: bool, beam: int, searches: list[Any]) -> None:
     """topk prefers one of equals by the size of the whole, so it has to be fairseq's."""
     model = model_that_ends()
     with torch.no_grad():
@@ -101,7 +103,7 @@ def test_words_that_are_equally_good(static: bool, beam: int, searches: list[Any
 @pytest.mark.parametrize("with_attention", [False, True], ids=["", "with attention"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
-def test_other_precisions(
+def test_half_and_double_precision_equal_fairseqs_loop(
     flags: tuple[str, ...], dtype: torch.dtype, with_attention: bool, searches: list[Any]
 ) -> None:
     model = model_that_ends(*flags).to(dtype)
@@ -112,7 +114,7 @@ def test_other_precisions(
     assert searches and found[0][0]["score"].dtype == expected[0][0]["score"].dtype
 
 
-def test_what_each_token_was_chosen_from(searches: list[Any]) -> None:
+def test_attention_weights_equal_those_of_fairseqs_loop(searches: list[Any]) -> None:
     """As validation with ``--eval-bleu`` asks for it; caches are left, and used again without and with it."""
     for static in (False, True):
         model = model_that_ends(*HARD, seed=3, often=3)
@@ -129,7 +131,7 @@ def test_what_each_token_was_chosen_from(searches: list[Any]) -> None:
     assert len(searches) == 16
 
 
-def test_attention_begun_in_inference_mode(searches: list[Any]) -> None:
+def test_a_cache_made_in_inference_mode_is_reused_outside(searches: list[Any]) -> None:
     model = model_that_ends(*HARD)
     model.decoder.fast_decoding.static = True
     model.decoder.layers[-1].need_attn = True
@@ -144,7 +146,9 @@ def test_attention_begun_in_inference_mode(searches: list[Any]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
-def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
+def test_captured_graphs_give_fairseqs_translations_on_a_gpu(
+    flags: tuple[str, ...], options: dict[str, Any]
+) -> None:
     """Graphs are captured and replayed, on caches that other batches have used."""
     model = model_that_ends(*flags).cuda()
     generator = generator_of(model, **options)
@@ -157,7 +161,7 @@ def test_on_a_gpu(flags: tuple[str, ...], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_host_asks_a_step_late_on_a_gpu() -> None:
+def test_the_number_of_remaining_sentences_is_read_one_step_late_on_a_gpu() -> None:
     remaining = torch.tensor([3], device="cuda")
     counter = RemainingCounter(4, remaining)
     for t, known in enumerate((None, None, 3, 2)):
@@ -166,7 +170,7 @@ def test_the_host_asks_a_step_late_on_a_gpu() -> None:
         remaining -= 1
 
 
-def test_the_host_knows_at_once_on_a_cpu() -> None:
+def test_the_number_of_remaining_sentences_is_read_at_once_on_a_cpu() -> None:
     remaining = torch.tensor([VOCAB])
     counter = RemainingCounter(2, remaining)
     assert counter.known_before(0) is None

@@ -1,4 +1,8 @@
-"""The fast decoder against the modules: the same numbers at each step, the same translations."""
+"""The fast decoder equals the modules: log-probabilities at each step, and translations.
+
+Also tests ``decoding/cache.py``, ``decoding/eligibility.py``, ``decoding/encoder_out.py`` and
+``decoding/step.py``.
+"""
 
 import copy
 import pickle
@@ -99,14 +103,14 @@ def assert_same_steps(fast: Any, plain: Any, sample: dict[str, Any], beam: int, 
 @STATIC
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("flags", CONFIGS, ids=" ".join)
-def test_every_step_gives_the_numbers_of_the_modules(flags: tuple[str, ...], beam: int, static: bool) -> None:
+def test_every_step_equals_the_modules(flags: tuple[str, ...], beam: int, static: bool) -> None:
     model = shaken(*flags)
     model.decoder.fast_decoding.static = static
     orders = beam_orders(7, sentences=4, beam=beam)
     assert_same_steps(model, plain_twin(model), search_batch(4, beam, 7), beam, orders)
 
 
-def test_a_projection_of_the_input() -> None:
+def test_an_input_projection_equals_the_modules() -> None:
     """No flag makes one, fairseq's decoder knows it."""
     model = shaken(*ATT, *HARD)
     model.decoder.project_in_dim = torch.nn.Linear(16, 16, bias=False)
@@ -114,7 +118,7 @@ def test_a_projection_of_the_input() -> None:
 
 
 @STATIC
-def test_long_search_in_which_nearly_all_sentences_end(static: bool) -> None:
+def test_a_long_search_in_which_most_sentences_end(static: bool) -> None:
     """The cache grows and is moved, sentences of all places end, a second batch finds used caches."""
     model, beam = shaken(*ATT, *LEARNED), 2
     model.decoder.fast_decoding.static = static
@@ -136,7 +140,7 @@ def test_long_search_in_which_nearly_all_sentences_end(static: bool) -> None:
 
 @STATIC
 @torch.no_grad()
-def test_rows_of_another_caller_may_go_anywhere(static: bool) -> None:
+def test_rows_of_a_caller_without_beams_may_be_reordered_freely(static: bool) -> None:
     """No repetition by fairseq's generator came before: any row may follow any other, and again."""
     model, net = shaken(*ATT, *HARD), batch((5, 3, 4), (6, 6, 6))["net_input"]
     model.decoder.fast_decoding.static = static
@@ -211,7 +215,9 @@ SEARCHES: dict[str, dict[str, Any]] = {
 @STATIC
 @pytest.mark.parametrize("name", SEARCHES)
 @pytest.mark.parametrize("flags", [(), (*ATT, *LEARNED, SHARED), (*ATT, *SOFT)], ids=" ".join)
-def test_every_search_finds_the_same(flags: tuple[str, ...], name: str, static: bool) -> None:
+def test_every_search_strategy_gives_the_translations_of_the_modules(
+    flags: tuple[str, ...], name: str, static: bool
+) -> None:
     for seed in range(3):
         model = shaken(*flags, seed=seed)
         model.decoder.fast_decoding.static = static
@@ -222,7 +228,7 @@ def test_every_search_finds_the_same(flags: tuple[str, ...], name: str, static: 
 
 
 @STATIC
-def test_ensembles(static: bool) -> None:
+def test_ensembles_give_the_translations_of_the_modules(static: bool) -> None:
     """Of different models, with a Transformer of fairseq, and of one model twice."""
     models = [shaken(*ATT, *HARD, seed=1), shaken(*MEAN, *SOFT, seed=2), shaken(arch="transformer", seed=3)]
     for model in models[:2]:
@@ -234,7 +240,7 @@ def test_ensembles(static: bool) -> None:
         assert_same_translations(mine, translate([twins[i] for i in members], sample, 4, max_len_b=15))
 
 
-def test_another_beam_or_batch_with_the_same_model() -> None:
+def test_a_second_search_with_another_beam_or_batch_starts_clean() -> None:
     """Nothing of an earlier search is left over."""
     model = shaken(*ATT, *HARD)
     plain = plain_twin(model)
@@ -246,7 +252,7 @@ def test_another_beam_or_batch_with_the_same_model() -> None:
 
 
 @pytest.mark.parametrize("need", [True, False])
-def test_attention_is_there_unless_it_is_known_not_to_be_needed(need: bool) -> None:
+def test_attention_is_returned_unless_need_attn_is_false(need: bool) -> None:
     model = shaken(*ATT, *HARD)
     model.make_generation_fast_(need_attn=need)
     hypothesis = translate([model], batch((5, 3), (4, 4)), 2, max_len_b=8)[0][0]
@@ -254,7 +260,7 @@ def test_attention_is_there_unless_it_is_known_not_to_be_needed(need: bool) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions(dtype: torch.dtype) -> None:
+def test_half_and_double_precision_equal_the_modules(dtype: torch.dtype) -> None:
     model = shaken(*ATT, *LEARNED).to(dtype)
     orders = beam_orders(6)
     mine, _, state = steps(model, search_batch(3, 3, 6), 3, orders)
@@ -270,7 +276,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 # Weights that change, copies
 
 
-def test_training_in_between_is_seen() -> None:
+def test_parameter_changes_between_searches_are_noticed() -> None:
     """As with --eval-bleu; also changes that leave no trace in a parameter's version."""
     model, sample = shaken(*ATT, *HARD), batch((5, 3), (4, 4))
     for change in range(3):
@@ -305,7 +311,7 @@ def test_copies_and_pickles_after_a_translation(static: bool) -> None:
 
 
 @STATIC
-def test_inference_mode_and_without_in_turn(static: bool) -> None:
+def test_searches_inside_and_outside_inference_mode_alternate(static: bool) -> None:
     model, sample = shaken(*ATT, *HARD), batch((5, 3), (4, 4))
     model.decoder.fast_decoding.static = static
     with torch.inference_mode():
@@ -315,7 +321,7 @@ def test_inference_mode_and_without_in_turn(static: bool) -> None:
         assert_same_translations(translate([model], sample, 3, max_len_b=10), first)
 
 
-def test_few_shapes_and_caches_where_they_are_static() -> None:
+def test_static_caches_have_few_sizes() -> None:
     """What a graph would be captured for: powers of two, whatever the batch."""
     model = shaken(*ATT, *HARD)
     fast = model.decoder.fast_decoding
@@ -341,7 +347,7 @@ def test_few_shapes_and_caches_where_they_are_static() -> None:
     ],
     ids=" ".join,
 )
-def test_what_is_not_known_is_left_to_the_modules(flags: tuple[str, ...], caplog: Any) -> None:
+def test_unsupported_options_are_decoded_by_the_modules(flags: tuple[str, ...], caplog: Any) -> None:
     model = shaken(*ATT, *HARD, *flags)
     caplog.set_level("INFO", logger=incremental.logger.name)
     for _ in range(2):
@@ -351,7 +357,7 @@ def test_what_is_not_known_is_left_to_the_modules(flags: tuple[str, ...], caplog
     assert len(reasons) == 1, caplog.text
 
 
-def test_adaptive_softmax_and_dropout_that_is_kept_are_left_to_the_modules() -> None:
+def test_adaptive_softmax_and_retained_dropout_are_decoded_by_the_modules() -> None:
     adaptive = shaken("--adaptive-softmax-cutoff", "20,40")
     noisy = shaken(*ATT, *HARD, "--dropout", "0.3")
     noisy.make_generation_fast_(retain_dropout=True)
@@ -360,7 +366,7 @@ def test_adaptive_softmax_and_dropout_that_is_kept_are_left_to_the_modules() -> 
         assert model.decoder.fast_decoding._weights is None
 
 
-def test_with_gradients_or_in_training_the_modules_decode() -> None:
+def test_the_modules_decode_in_training_and_with_gradients() -> None:
     model, net = shaken(*ATT, *HARD), batch()["net_input"]
     out, tokens = model.encoder(net["src_tokens"]), net["prev_output_tokens"][:, :1]
     for training, gradients in ((False, True), (True, False)):
@@ -373,7 +379,7 @@ def test_with_gradients_or_in_training_the_modules_decode() -> None:
 
 
 @torch.no_grad()
-def test_orders_and_tokens_that_no_search_gives_are_refused() -> None:
+def test_invalid_orders_and_tokens_are_refused() -> None:
     model = shaken(*ATT, *HARD)
     net, state = search_batch(2, 2, 4)["net_input"], {}
     out = model.encoder.forward_torchscript(net)
@@ -386,7 +392,7 @@ def test_orders_and_tokens_that_no_search_gives_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_features_only() -> None:
+def test_features_only_gives_the_input_of_the_output_layer() -> None:
     model, sample = shaken(*ATT, *HARD), search_batch(2, 2, 3)
     net = sample["net_input"]
     out = model.encoder.reorder_encoder_out(
@@ -401,7 +407,7 @@ def test_features_only() -> None:
 
 
 @torch.no_grad()
-def test_encoder_output_is_reordered_when_it_is_read() -> None:
+def test_encoder_output_is_reordered_lazily() -> None:
     model = shaken(*ATT, *HARD)
     out = model.encoder(batch()["net_input"]["src_tokens"], return_all_hiddens=True)
     expected = dict(out, encoder_states=list(out["encoder_states"]))
@@ -416,7 +422,7 @@ def test_encoder_output_is_reordered_when_it_is_read() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine[name], tensors, strict=True))
 
 
-def test_beam_is_seen_only_where_fairseq_repeated_the_sentences() -> None:
+def test_the_beam_size_is_inferred_from_repeated_sentences() -> None:
     sentences = {"encoder_padding_mask": [torch.zeros(2, 3)]}
     for rows, beam in (
         ([0, 1], 1),
@@ -440,7 +446,7 @@ def test_beam_is_seen_only_where_fairseq_repeated_the_sentences() -> None:
     ],
     ids=" ".join,
 )
-def test_graphs_give_the_same_translations(flags: tuple[str, ...]) -> None:
+def test_captured_graphs_give_the_translations_of_the_modules(flags: tuple[str, ...]) -> None:
     model = shaken(*flags).cuda()
     plain = plain_twin(model)
     for beam, lengths in ((4, (5, 7, 3, 4, 6)), (1, (5,)), (4, (9, 40))) * 2:

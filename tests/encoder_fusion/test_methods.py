@@ -1,4 +1,11 @@
-"""Each method against a few plain lines from its equation, in float64: values, gradients, and its size."""
+"""Each method equals a few plain lines from its equation, in float64: values, gradients, and its size.
+
+Tests ``encoder_fusion/average.py``, ``encoder_fusion/base.py``, ``encoder_fusion/concat.py``,
+``encoder_fusion/dense.py``, ``encoder_fusion/dlcl.py``, ``encoder_fusion/dwatt.py``,
+``encoder_fusion/extra_layers.py``, ``encoder_fusion/fine_grained.py``, ``encoder_fusion/layer_attention.py``,
+``encoder_fusion/layer_combination.py``, ``encoder_fusion/lstm.py``, ``encoder_fusion/representation.py``,
+``encoder_fusion/routing.py`` and ``encoder_fusion/transparent.py``.
+"""
 
 from typing import Any
 
@@ -124,13 +131,13 @@ ORACLES = {
 }
 
 
-def test_every_name_is_a_method() -> None:
+def test_every_method_has_an_equation() -> None:
     modules = {*methods(EncoderFusion), *methods(LayerAttention)} - {"extra-layers"}
     assert {*ORACLES} == modules == {*methods()} - {*methods(Combination), "extra-layers"}
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_values_and_gradients(name: str) -> None:
+def test_values_and_gradients_equal_the_equation(name: str) -> None:
     module = shaken(make(name))
     inputs = [x.requires_grad_() for x in states()]
     direction = states(1)[0].repeat(1, 1, 8)
@@ -165,14 +172,14 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_any_layout_of_the_rows(name: str) -> None:
+def test_states_of_rows_and_of_batches_give_the_same_output(name: str) -> None:
     """The fast path has rows, the modules have S x B."""
     module = shaken(make(name))
     torch.testing.assert_close(module([x.flatten(0, 1) for x in states()]), module(states()).flatten(0, 1))
 
 
 @pytest.mark.parametrize("name", ["concat", "dwatt"])
-def test_as_the_plain_encoder(name: str) -> None:
+def test_start_as_plain_gives_the_output_of_the_plain_encoder(name: str) -> None:
     module: Any = make(name)
     module.start_as_plain()
     z = [x.float() for x in states()]
@@ -254,7 +261,7 @@ def test_dropout_of_the_weights(dropconnect: bool) -> None:
 
 @pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
 @pytest.mark.parametrize("before", [False, True], ids=["post-norm", "pre-norm"])
-def test_dlcl(before: bool, embedding: bool) -> None:
+def test_dlcl_equals_its_equation(before: bool, embedding: bool) -> None:
     module: Any = shaken(make_combination("dlcl", before, embedding=embedding))
     assert len(module.norms) == LAYERS + before
     y = states(LAYERS + 1)
@@ -273,14 +280,14 @@ def test_dlcl(before: bool, embedding: bool) -> None:
     assert start == module.weight.numel()
 
 
-def test_dlcl_begins_as_an_average() -> None:
+def test_dlcl_is_initially_an_average() -> None:
     module = make_combination("dlcl", True)
     rows = [module.row(depth).tolist() for depth in range(LAYERS + 1)]
     assert rows == [pytest.approx([1 / count] * count) for count in range(1, LAYERS + 2)]
 
 
 @pytest.mark.parametrize("embedding", [True, False], ids=["embedding", "without"])
-def test_dense(embedding: bool) -> None:
+def test_dense_equals_its_equation(embedding: bool) -> None:
     module = make_combination("dense", False, embedding=embedding)
     y = states(LAYERS + 1)
     module.double()
@@ -329,7 +336,7 @@ def test_reset_parameters_initialises_what_was_built_on_the_meta_device(name: st
 
 
 @pytest.mark.parametrize("name", [*methods(EncoderFusion), *methods(LayerAttention), *methods(Combination)])
-def test_the_registry_knows_what_it_is(name: str) -> None:
+def test_the_registry_describes_each_method(name: str) -> None:
     method = methods()[name]
     assert method.name == name and method.__doc__
     if method.layer_shares is not None and issubclass(method, EncoderFusion):

@@ -77,7 +77,7 @@ def mine() -> Iterator[type[EncoderFusion]]:
     del _methods["mine"]
 
 
-def test_it_is_built_with_its_options(mine: type[EncoderFusion]) -> None:
+def test_a_registered_method_is_built_with_its_options(mine: type[EncoderFusion]) -> None:
     assert options_of(mine) == {"scale": 1.0, "kind": "a", "top": 1}
     model, _ = build("--encoder-fusion", "mine", "--encoder-fusion-options", "scale=2, kind=b,top=2")
     fusion = model.encoder.fusion
@@ -100,7 +100,7 @@ def test_it_is_built_with_its_options(mine: type[EncoderFusion]) -> None:
         ("top=17", "top 17 is more than 16"),
     ],
 )
-def test_wrong_options_are_named(mine: type[EncoderFusion], options: str, text: str) -> None:
+def test_invalid_options_are_named(mine: type[EncoderFusion], options: str, text: str) -> None:
     with pytest.raises(SurfaceFusionError, match=re.escape(text)):
         build("--encoder-fusion", "mine", "--encoder-fusion-options", options)
 
@@ -161,7 +161,9 @@ def test_methods_that_act_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert found.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_help_lists_it(mine: type[EncoderFusion], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_lists_a_registered_method(
+    mine: type[EncoderFusion], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "10000")  # else lines end at the hyphens of names
     parser = argparse.ArgumentParser()
     SurfaceFusionModel.add_args(parser)
@@ -171,7 +173,7 @@ def test_the_help_lists_it(mine: type[EncoderFusion], monkeypatch: pytest.Monkey
     assert "transparent; inside both stacks: dense, dlcl; default: the last layer only" in text
 
 
-def test_a_name_is_taken_once(mine: type[EncoderFusion]) -> None:
+def test_a_name_can_be_registered_once(mine: type[EncoderFusion]) -> None:
     with pytest.raises(SurfaceFusionError, match=r"average is .*\.Average already; .*Mine under"):
         register_encoder_fusion("average")(mine)
     register_encoder_fusion("average")(Average)  # a reload
@@ -180,7 +182,7 @@ def test_a_name_is_taken_once(mine: type[EncoderFusion]) -> None:
     assert methods()["average"] is Average
 
 
-def test_an_unregistered_method_of_a_checkpoint_says_what_to_do() -> None:
+def test_a_checkpoint_of_an_unregistered_method_is_refused_with_a_remedy() -> None:
     with pytest.raises(SurfaceFusionError, match="or import the module that registers it"):
         build("--encoder-fusion", "scalar-mix")
 
@@ -211,7 +213,8 @@ def run(folder: Path, data: Path, command: list[str], *more: object) -> str:
     return done.stdout
 
 
-def test_the_pages_method_is_trained_decoded_and_analysed(plugin: Path, data: Path) -> None:
+@pytest.mark.slow
+def test_the_documented_method_is_trained_decoded_and_analysed(plugin: Path, data: Path) -> None:
     train, generate, analyse = COMMANDS
     assert "without padding, on the CPU" in run(plugin, data, train)
     state = torch.load(plugin / "checkpoints" / "checkpoint_last.pt", weights_only=False)["model"]

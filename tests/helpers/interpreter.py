@@ -1,6 +1,6 @@
-"""Triton kernels without a GPU: a test file once more, in a process of its own under Triton's interpreter.
+"""Test Triton kernels without a GPU: run a test file again, in a new process with Triton's interpreter.
 
-The interpreter is chosen when triton is first imported, by TRITON_INTERPRET=1.
+Triton reads TRITON_INTERPRET=1 when it is first imported, hence the new process.
 """
 
 import os
@@ -23,11 +23,21 @@ starts_the_interpreter = pytest.mark.skipif(
 )
 
 
-def assert_passes_in_the_interpreter(*tests: str) -> None:
-    """Run pytest on a file, or on some of its tests (``FILE::NAME``)."""
+def assert_passes_in_the_interpreter(config: pytest.Config, *tests: str) -> None:
+    """Run pytest on files or tests (``FILE::NAME``), selected by the same ``-m`` as *config*."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        # Rows behind the last divide by zero before a mask takes them away.
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            config.option.markexpr,
+            *tests,
+        ],
+        # Rows beyond the last divide by zero before they are masked.
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,

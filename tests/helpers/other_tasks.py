@@ -205,7 +205,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--task", "sentence_ranking", "--criterion", "sentence_ranking", "-a", "roberta", *ROBERTA)
         + ("--max-positions", "64", "--num-classes", "1", "--init-token", "0", "--separator-token", "2"),
     ),
-    "dummy_lm": ("", ("--task", "dummy_lm", "-a", "transformer_lm", *DECODER_LM, "--dataset-size", "64")),
+    "dummy_lm": (
+        "",
+        ("--task", "dummy_lm", "-a", "transformer_lm", *DECODER_LM, "--dataset-size", "64")
+        + ("--dict-size", "996", "--tokens-per-sample", "32"),
+    ),
     "dummy_mt": ("", ("--task", "dummy_mt", "-a", "transformer", *TRANSFORMER)),
     "dummy_masked_lm": (
         "",

@@ -18,22 +18,22 @@ from tests.helpers.small_training import OPTIMISER, PLAIN
 from tests.helpers.trainers import PACKED, batches_of, build_trainer
 
 
-def test_our_models_get_our_trainer(data: Path) -> None:
+def test_surfacefusion_models_get_our_trainer(data: Path) -> None:
     for flags in ((), PACKED):
         assert type(build_trainer(data, *flags)) is SurfaceFusionTrainer
 
 
-def test_with_sf_plain_everything_is_fairseqs(data: Path) -> None:
+def test_sf_plain_gives_fairseqs_trainer(data: Path) -> None:
     trainer = build_trainer(data, "--sf-plain")
     assert type(trainer) is Trainer
     assert type(trainer.criterion) is LabelSmoothedCrossEntropyCriterion
 
 
-def test_other_models_get_fairseqs(data: Path) -> None:
+def test_other_models_get_fairseqs_trainer(data: Path) -> None:
     assert type(build_trainer(data, train=(*PLAIN, *OPTIMISER))) is Trainer
 
 
-def test_a_subclass_is_made_as_it_is(data: Path) -> None:
+def test_a_subclass_of_the_trainer_is_not_replaced(data: Path) -> None:
     made = build_trainer(data)
 
     class Own(Trainer):
@@ -50,7 +50,7 @@ def test_settings_may_be_given_by_name(data: Path) -> None:
     assert type(trainer) is SurfaceFusionTrainer
 
 
-def test_a_trainer_without_settings_is_fairseqs() -> None:
+def test_copied_and_pickled_trainers_are_fairseqs() -> None:
     """As ``copy`` and ``pickle`` make it."""
     assert type(Trainer.__new__(Trainer)) is Trainer
     assert type(copy.copy(Trainer.__new__(Trainer))) is Trainer
@@ -71,7 +71,7 @@ def test_a_number_out_of_range_is_refused(data: Path, plain: tuple[str, ...]) ->
         build_trainer(data, *plain, "--label-smoothing", 1.5)
 
 
-def test_updates_are_those_of_fairseqs_trainer(data: Path) -> None:
+def test_updates_equal_those_of_fairseqs_trainer(data: Path) -> None:
     """The same losses and weights, bit for bit, where the modules are the same."""
 
     def weights(kind: type[Trainer]) -> tuple[list[float], list[torch.Tensor]]:

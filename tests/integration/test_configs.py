@@ -125,6 +125,7 @@ def trainings(
         return yaml_run.result(), flags_run.result()
 
 
+@pytest.mark.slow
 def test_same_losses_and_parameters(trainings: tuple[Training, Training]) -> None:
     from_yaml, from_flags = trainings
     assert len(from_yaml.losses) == UPDATES
@@ -176,6 +177,7 @@ def test_demo_is_the_command_of_the_demo_script(data: Path) -> None:
     assert parsed(as_flags(changed(read("demo"), place))) == parsed(flags.splitlines())
 
 
-def test_nothing_is_written_beside_the_checkpoints(trainings: tuple[Training, Training]) -> None:
+@pytest.mark.slow
+def test_a_training_writes_only_into_its_checkpoint_folder(trainings: tuple[Training, Training]) -> None:
     from_yaml, _ = trainings
     assert [path.name for path in from_yaml.folder.iterdir()] == ["checkpoints"]

@@ -15,6 +15,8 @@ from surface_fusion import scoring
 from surface_fusion.cli.main import main
 from tests.helpers.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "surface_fusion")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SHORT = ("--num-workers", 0, "--max-len-b", 20)  # a model of two epochs rarely ends a sentence
@@ -97,7 +99,7 @@ def command(capsys):
     return run_here
 
 
-def test_training_learns_and_resumes_where_it_stopped(fused):
+def test_a_training_reduces_the_loss_and_resumes(fused):
     folder, first, second = fused
     before, after = updates(first), updates(second)
     assert sorted(before) == list(range(1, len(before) + 1)) and len(before) % 2 == 0
@@ -131,7 +133,7 @@ def test_average_generate_score(fused, data, tmp_path, command):
     assert [one["value"] for one in facts["scores"]] == [one.value for one in expected]
 
 
-def test_interactive_translates_as_generate(fused, data, command):
+def test_interactive_gives_the_translations_of_generate(fused, data, command):
     path = fused[0] / "checkpoint_best.pt"
     argv = (data, "--path", path, "--cpu", "--beam", 3, *SHORT)
     generated = command("generate", *argv)
@@ -140,7 +142,7 @@ def test_interactive_translates_as_generate(fused, data, command):
     assert translations == scoring.parse_generate_output(generated.split("\n")).tokens
 
 
-def test_validate_gives_the_loss_that_the_training_saved(fused, data, command):
+def test_validate_gives_the_loss_stored_by_the_training(fused, data, command):
     path = fused[0] / "checkpoint_last.pt"
     log = command("validate", data, "--path", path, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     (loss,) = re.findall(r"valid on 'valid' subset \| loss ([\d.]+)", log)
@@ -163,7 +165,7 @@ def test_ensemble_with_a_plain_transformer_averages_probabilities(fused, plain, 
     assert scoring.parse_generate_output(printed.split("\n")).ids == list(range(40))
 
 
-def test_data_workers_change_nothing(fused, data, tmp_path):
+def test_data_workers_do_not_change_the_training(fused, data, tmp_path):
     run("train", data, *TRAIN, "--save-dir", tmp_path, "--max-epoch", 2, "--num-workers", 2)
     assert_same_tensors(parameters(tmp_path / "checkpoint2.pt"), parameters(fused[0] / "checkpoint2.pt"))
 
@@ -178,7 +180,9 @@ def uninterrupted(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("killed_at, saved_at", [(6, 4), (7, 7), (11, 8)])
-def test_killed_and_resumed_is_uninterrupted_bit_for_bit(uninterrupted, tmp_path, killed_at, saved_at):
+def test_a_killed_and_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
+    uninterrupted, tmp_path, killed_at, saved_at
+):
     """Public reports fs 781, 5387 and 848: resuming changed the run, or repeated data.
 
     Killed in the first epoch of 7 updates, stopped between the two, killed in the second.
@@ -241,7 +245,7 @@ def run_two_processes(*argv):
     return logs
 
 
-def test_two_processes_train_and_resume_as_one_with_twice_the_batches(data, tmp_path):
+def test_two_processes_train_and_resume_as_one_process_with_twice_the_batches(data, tmp_path):
     """Public report fs 4875, and gradients that agree between workers."""
     argv = ("train", data, *TRAIN, *EXACT, "--log-format", "json", "--log-interval", 1)
     alone = updates(run(*argv, "--save-dir", tmp_path / "alone", "--update-freq", 2, "--max-epoch", 2))

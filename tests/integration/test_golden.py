@@ -77,7 +77,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Loaded(golden, model.eval(), task, None if plain else golden.meta["args"]["sf_mode"])
 
 
-def test_all_26_models_are_here() -> None:
+def test_all_26_models_exist() -> None:
     assert len(GOLDEN_NAMES) == 26
 
 
@@ -107,7 +107,7 @@ def test_logits_and_gate(loaded: Loaded) -> None:
         assert_near(logits[..., 2 * vocab : 2 * vocab + 1], golden["gate"])
 
 
-def test_surface(loaded: Loaded) -> None:
+def test_surface_vectors(loaded: Loaded) -> None:
     golden = loaded.golden
     if loaded.mode is None and golden.meta["args"]["ta_posedemb"]:
         return  # not read: see the model as the published code ran it
@@ -129,7 +129,7 @@ def test_gradients(loaded: Loaded) -> None:
         assert_near(grads[name], grad, 1e-4 * largest, name)
 
 
-def test_the_fast_step(loaded: Loaded) -> None:
+def test_gradients_of_the_packed_step(loaded: Loaded) -> None:
     """Losses and gradients of the packed forward with output layer and loss in one."""
     golden, model = loaded.golden, loaded.model
     if why_not_fused(model) is not None:
@@ -154,7 +154,7 @@ def test_the_fast_step(loaded: Loaded) -> None:
             assert_near(parameter.grad, loaded.grad[name], 1e-4 * largest, name)
 
 
-def test_no_unused_parameter(loaded: Loaded) -> None:
+def test_no_parameter_is_unused(loaded: Loaded) -> None:
     golden = loaded.golden
     unused = {*golden.meta["grad_none"], *golden.unused_param}
     names = {name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
@@ -206,7 +206,7 @@ def test_beam_search(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("name", [*VANILLA, *TRANSPARENT])
-def test_plain_model_as_the_published_code_ran_it(name: str, tmp_path: Path) -> None:
+def test_plain_model_with_the_published_settings(name: str, tmp_path: Path) -> None:
     """Surface attention with gate 1: another model, whose surface branch has weight 0."""
     golden = load_golden(name)
     (model,), _, _ = load_model_ensemble_and_task([str(write_checkpoint(golden, tmp_path))])

@@ -34,10 +34,11 @@ def translated(model: Any, sample: dict[str, Any]) -> list[list[int]]:
     return [hypothesis["tokens"].tolist() for hypotheses in found for hypothesis in hypotheses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", LAYERS, ids=" ".join)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("norm", [(), PRE_NORM], ids=["post-norm", "pre-norm"])
-def test_trains_and_translates_or_is_refused(
+def test_models_without_layers_train_and_translate_or_are_refused(
     name: str, layers: tuple[str, ...], norm: tuple[str, ...]
 ) -> None:
     flags = (*layers, *WAYS[name], *norm)
@@ -73,6 +74,6 @@ def test_trains_and_translates_or_is_refused(
 
 @pytest.mark.parametrize("layers", LAYERS, ids=" ".join)
 @pytest.mark.parametrize("method", methods())
-def test_encoder_fusion_is_refused(method: str, layers: tuple[str, ...]) -> None:
+def test_encoder_fusion_without_layers_is_refused(method: str, layers: tuple[str, ...]) -> None:
     with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {method} needs"):
         build(*layers, "--encoder-fusion", method)

@@ -58,8 +58,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {how: json.loads(text.splitlines()[-1]) for how, text in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_is_fairseqs(results: dict[str, dict[str, Any]], case: str) -> None:
+def test_a_training_with_the_plugin_equals_one_without(results: dict[str, dict[str, Any]], case: str) -> None:
     plain, plugin = results["plain"][case], results["plugin"][case]
     if case in BROKEN:
         assert "error" in plain, f"fairseq trains {case} now: take it out of BROKEN"
@@ -72,7 +73,7 @@ def test_a_training_is_fairseqs(results: dict[str, dict[str, Any]], case: str) -
         assert plugin["state"] == plain["state"] or case in NOT_DETERMINISTIC
 
 
-def test_every_task_is_trained_or_has_a_reason() -> None:
+def test_every_task_is_trained_or_listed_with_a_reason() -> None:
     trained = {flags[flags.index("--task") + 1] for _, flags in CASES.values()}
     fairseqs = {name for name, task in TASK_REGISTRY.items() if task.__module__.startswith("fairseq.")}
     assert trained | set(NOT_RUN) == fairseqs

@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from surface_fusion import __version__
 from tests.helpers.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 BUILT_FROM = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("surface_fusion", "configs", "docs", "scripts", "tests")
 
@@ -77,7 +79,7 @@ def site(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_sdist_holds_all_that_the_tests_need(dist: Path) -> None:
+def test_sdist_holds_the_files_that_the_tests_need(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     top = f"surface_fusion-{__version__}/"
     with tarfile.open(path) as archive:
@@ -130,7 +132,7 @@ def test_metadata(metadata: Metadata) -> None:
         ("darwin", "arm64", "3.12", "fairseq-fixed==0.12.3.1"),
     ],
 )
-def test_one_fairseq_for_each_machine(
+def test_each_platform_has_one_requirement_of_fairseq(
     metadata: Metadata, system: str, machine: str, python: str, expected: str
 ) -> None:
     environment = {"sys_platform": system, "platform_machine": machine, "python_version": python, "extra": ""}
@@ -142,7 +144,7 @@ def test_one_fairseq_for_each_machine(
     assert [f"{r.name}{r.specifier}" for r in wanted] == [expected]
 
 
-def test_installed_wheel_imports_from_where_it_is(site: Path) -> None:
+def test_the_installed_wheel_is_imported_from_its_own_folder(site: Path) -> None:
     code = "import surface_fusion; print(surface_fusion.__file__, surface_fusion.__version__)"
     printed = run(sys.executable, "-c", code, cwd=site, PYTHONPATH=str(site)).splitlines()
     assert printed[-1] == f"{site / 'surface_fusion' / '__init__.py'} {__version__}"

@@ -16,6 +16,8 @@ from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.conftest import RunFairseq
 from tests.helpers.paths import REFERENCE
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = REFERENCE / "checkpoint_best.pt"
 LONG = " ".join(["horse"] * 3000)
 
@@ -84,7 +86,7 @@ def test_hub_interface(data: Path) -> None:
     ],
     ids=lambda flags: flags[0],
 )
-def test_ways_to_generate(run_fairseq: RunFairseq, data: Path, flags: tuple[object, ...]) -> None:
+def test_options_of_generate(run_fairseq: RunFairseq, data: Path, flags: tuple[object, ...]) -> None:
     """fs 3312, 4137 (KeyError: 'attn'), and an IndexError of diverse beam search."""
     out = run_fairseq("generate", data, "--path", CHECKPOINT, "--beam", 4, "--remove-bpe", *flags).stdout
     assert len(set(re.findall(r"^H-(\d+)", out, re.M))) == 150

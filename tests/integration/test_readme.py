@@ -34,20 +34,20 @@ def test_every_flag_is_in_the_table(field) -> None:
 
 
 @pytest.mark.parametrize("page, link", LINKS, ids=lambda value: getattr(value, "name", value))
-def test_every_link_leads_somewhere(page: Path, link: str) -> None:
+def test_every_linked_file_exists(page: Path, link: str) -> None:
     assert (page.parent / link).exists()
 
 
 @pytest.mark.parametrize(
     "script", sorted(set(re.findall(r"scripts/[\w/]+\.(?:sh|py)", "".join(TEXT.values()))))
 )
-def test_every_script_is_there(script: str) -> None:
+def test_every_script_exists(script: str) -> None:
     assert (ROOT / script).is_file()
     assert script.endswith(".py") or (ROOT / script).stat().st_mode & 0o100
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_no_placeholder_is_left(page: Path) -> None:
+def test_the_text_has_no_placeholder(page: Path) -> None:
     assert not re.search(r"@[A-Z]+@", page.read_text(encoding="utf-8"))
 
 

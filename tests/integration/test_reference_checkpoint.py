@@ -80,6 +80,7 @@ def load(path: Path, data: Path, **overrides: Any) -> tuple[Any, Any]:
     return model.eval(), task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 150])
 def test_generate(run_fairseq: RunFairseq, data: Path, batch_size: int) -> None:
     checkpoint = REFERENCE / "checkpoint_best.pt"
@@ -97,6 +98,7 @@ def test_generate(run_fairseq: RunFairseq, data: Path, batch_size: int) -> None:
     assert "--reset-optimizer" in dropped[0]
 
 
+@pytest.mark.slow
 def test_n_best(run_fairseq: RunFairseq, data: Path) -> None:
     checkpoint = REFERENCE / "checkpoint_best.pt"
     done = run_fairseq("generate", data, "--path", checkpoint, "--beam", 4, "--nbest", 4, "--batch-size", 150)
@@ -105,6 +107,7 @@ def test_n_best(run_fairseq: RunFairseq, data: Path) -> None:
     assert_same_hypotheses(done.stdout, published)
 
 
+@pytest.mark.slow
 def test_score_reference(run_fairseq: RunFairseq, data: Path) -> None:
     checkpoint = REFERENCE / "checkpoint_best.pt"
     done = run_fairseq("generate", data, "--path", checkpoint, "--score-reference", "--remove-bpe")
@@ -137,6 +140,7 @@ def test_teacher_forced(data: Path) -> None:
         assert_near(ours, expected[key], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_validate(run_fairseq: RunFairseq, data: Path) -> None:
     """fairseq-validate insists on a task, and reports bits a token with three digits."""
     done = run_fairseq(
@@ -154,6 +158,7 @@ def train_log(output: str, what: str) -> list[dict[str, Any]]:
     return [json.loads(found) for found in re.findall(rf"\| {what} \| (\{{.*\}})$", output, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_resume(run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     """--reset-optimizer is enough; the schedule starts anew, the place in the data is kept."""
     done = run_fairseq(
@@ -173,6 +178,7 @@ def test_resume(run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
+@pytest.mark.slow
 def test_resume_needs_reset_optimizer(run_fairseq: RunFairseq, data: Path, tmp_path: Path) -> None:
     done = run_fairseq(
         *("train", data, *TRAIN, "--restore-file", REFERENCE / "checkpoint_best.pt"),
@@ -184,6 +190,7 @@ def test_resume_needs_reset_optimizer(run_fairseq: RunFairseq, data: Path, tmp_p
     assert re.search(r"SurfaceFusionError: the optimizer state in .* add --reset-optimizer", done.stdout)
 
 
+@pytest.mark.slow
 def test_finetune_from_a_plain_transformer(
     run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
@@ -226,7 +233,7 @@ def test_missing_fusion_parameters_are_named(
         load(tmp_path / "checkpoint.pt", data)
 
 
-def test_an_odd_shape_is_named(data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
+def test_a_mismatched_shape_is_named(data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     weights = state["model"]
     weights["decoder.sf_attn.k_proj.weight"] = weights["decoder.sf_attn.k_proj.weight"][:, :16]
     save_legacy(state, tmp_path / "checkpoint.pt")
@@ -243,7 +250,7 @@ def test_another_dictionary_is_refused_with_both_sizes(data: Path, tmp_path: Pat
         load(REFERENCE / "checkpoint_best.pt", other)
 
 
-def test_trainer_does_not_hide_what_is_wrong(
+def test_the_trainer_reports_the_cause_of_a_failed_load(
     run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     del state["model"]["decoder.sf_attn.out_proj.bias"]

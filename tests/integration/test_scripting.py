@@ -1,4 +1,7 @@
-"""torch.jit on fairseq's parts gives what it gives without the plugin; a model of ours can be traced."""
+"""torch.jit gives the same on fairseq's modules with and without the plugin; our models can be traced.
+
+Tests ``modules/torchscript.py``.
+"""
 
 import subprocess
 import sys
@@ -37,7 +40,8 @@ def scripted(how: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_fairseqs_models_and_searches_are_scripted_and_traced_as_without_the_plugin() -> None:
+@pytest.mark.slow
+def test_the_plugin_does_not_change_scripting_and_tracing_of_fairseq() -> None:
     plain = scripted("plain")
     assert "tokens" not in plain and '"diverse"' in plain
     assert scripted("plugin") == plain
@@ -58,7 +62,7 @@ def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flags", [MODELS["no fusion"], MODELS["hard"], MODELS["transparent"]])
-def test_what_cannot_be_scripted_says_so_in_one_line(flags: tuple[str, ...]) -> None:
+def test_unsupported_scripting_is_refused_in_one_line(flags: tuple[str, ...]) -> None:
     model, task = build(SHARED, *flags)
     expected = r"^torch\.jit\.script cannot compile SurfaceFusionEncoder, .*; use torch\.jit\.trace, or .*$"
     for module in (model, SequenceGenerator([model], task.target_dictionary)):
@@ -79,3 +83,4 @@ def test_a_model_is_exported_to_onnx(flags: tuple[str, ...], tmp_path: Path) -> 
     model = Logits(shaken(SHARED, *flags))
     torch.onnx.export(model, inputs(0), str(tmp_path / "model.onnx"), dynamo=False, opset_version=17)
     onnx.checker.check_model(str(tmp_path / "model.onnx"))
+    assert len(onnx.load(str(tmp_path / "model.onnx")).graph.output) == 1

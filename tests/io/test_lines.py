@@ -59,8 +59,8 @@ def test_lines_are_handed_on_when_the_input_pauses() -> None:
         os.write(write, b"x\n")
         assert next(found) == ["six"]
         later = threading.Timer(0.5, os.close, [write])
-        later.start()
         start = time.monotonic()
+        later.start()
         assert list(found) == [] and time.monotonic() - start > 0.3
         later.join()
 

@@ -22,7 +22,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_sizes(name: str, fused: bool) -> None:
+def test_sizes_of_the_named_architectures(name: str, fused: bool) -> None:
     layers, dim, ffn, heads, dropout, plain_attention, fused_attention = SIZES[name]
     args = parse(*(("--surfacefusion", "att") if fused else ()), arch=ARCH + name)
     for stack in ("encoder", "decoder"):
@@ -45,19 +45,19 @@ def test_without_fusion_every_setting_is_that_of_fairseq(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_flags_win_over_the_architecture(name: str) -> None:
+def test_flags_override_the_architecture(name: str) -> None:
     flags = ("--encoder-layers", "2", "--decoder-ffn-embed-dim", "64", "--dropout", "0.25")
     args = parse(*flags, "--surfacefusion", "att", "--attention-dropout", "0", arch=ARCH + name)
     assert (args.encoder_layers, args.decoder_ffn_embed_dim, args.dropout) == (2, 64, 0.25)
     assert args.attention_dropout == 0
 
 
-def test_all_are_registered_to_one_model() -> None:
+def test_all_architectures_are_registered_to_one_model() -> None:
     ours = {name for name, model in ARCH_MODEL_REGISTRY.items() if model is SurfaceFusionModel}
     assert ours == {ARCH + name for name in SIZES}
 
 
-def test_the_decoder_follows_the_encoder_as_in_fairseq() -> None:
+def test_decoder_widths_default_to_those_of_the_encoder() -> None:
     args = parse("--encoder-embed-dim", "64", "--encoder-ffn-embed-dim", "96", "--surfacefusion", "att")
     assert (args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_output_dim) == (64, 96, 64)
 
@@ -70,7 +70,7 @@ def test_parsing_draws_no_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_default_that_surfacefusion_changes_is_said_once(
+def test_a_default_that_depends_on_surfacefusion_is_logged_once(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Attention dropout; nothing is said where it is given, or where the plain model has the same."""
@@ -110,7 +110,7 @@ def test_no_other_default_depends_on_a_fusion_flag() -> None:
         assert different - given == expected, flags
 
 
-def test_the_help_tells_of_the_default() -> None:
+def test_the_help_shows_the_default_with_surfacefusion() -> None:
     parser = argparse.ArgumentParser()
     SurfaceFusionModel.add_args(parser)
     text = " ".join(parser.format_help().split())

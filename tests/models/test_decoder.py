@@ -180,7 +180,9 @@ def test_pooled_sources_with_an_output_width_of_their_own(source: tuple[str, ...
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", [HARD, LEARNED, SOFT], ids=" ".join)
-def test_two_vocabularies(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
+def test_separate_vocabularies_equal_the_published_equations(
+    fusion: tuple[str, ...], source: tuple[str, ...]
+) -> None:
     model = shaken(*source, *fusion, vocab=(70, 55)).double()
     sample = batch(vocab=(70, 55))
     mine = log_probs(model, sample)
@@ -208,7 +210,9 @@ def test_modes_that_are_one_function_give_one_output(source: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("gate", [HARD, LEARNED], ids=" ".join)
-def test_renormalised_hard_is_hard_divided_by_its_sum(gate: tuple[str, ...], source: tuple[str, ...]) -> None:
+def test_renormalised_hard_equals_hard_divided_by_its_sum(
+    gate: tuple[str, ...], source: tuple[str, ...]
+) -> None:
     hard = log_probs(shaken(*source, *gate).double(), batch())
     renormalised = log_probs(shaken(*source, *gate, "--sf-renormalize").double(), batch())
     torch.testing.assert_close(renormalised, lsm(hard), atol=1e-10, rtol=0)
@@ -236,7 +240,7 @@ def test_gate_one_and_tau_zero_leave_the_target_branch_alone(source: tuple[str, 
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(1e-6, 1.0))
-def test_sums_of_hard_lie_between_those_of_its_parts(gate: float) -> None:
+def test_probabilities_of_hard_fusion_sum_to_at_most_one(gate: float) -> None:
     model, sample = shaken(*ATT, "--sf-gate", repr(gate)), batch()
     sums = log_probs(model, sample).exp().sum(-1)
     assert (sums <= 1 + 1e-5).all() and (sums > 0).all()
@@ -300,12 +304,12 @@ def test_incremental_equals_full_with_options_of_the_attention(option: tuple[str
 
 
 @pytest.mark.parametrize("idx", [0, 1, 2, 3, -1, -2, -3, -4])
-def test_each_depth_and_its_negative(idx: int) -> None:
+def test_each_layer_index_and_its_negative(idx: int) -> None:
     flags = (*ATT, *HARD, "--decoder-layers", "4", *PRE_NORM)
     assert_equals_oracle((*flags, f"--sf-idx={idx}"), idx)
 
 
-def test_the_default_depth_is_the_last() -> None:
+def test_the_default_layer_index_is_the_last_layer() -> None:
     flags = (*ATT, *HARD, "--decoder-layers", "4")
     default = log_probs(shaken(*flags), batch())
     assert torch.equal(log_probs(shaken(*flags, "--sf-idx", "3"), batch()), default)
@@ -379,12 +383,12 @@ EVERYTHING = ("--sf-linear", "--encoder-learned-pos", "--decoder-learned-pos", "
 
 
 @pytest.mark.parametrize("option", [(), PRE_NORM, ("--layer-wise-attention",)], ids=" ".join)
-def test_the_surface_branch_reaches_what_the_published_code_reaches(option: tuple[str, ...]) -> None:
+def test_gradients_of_the_surface_branch_reach_the_published_parameters(option: tuple[str, ...]) -> None:
     model = shaken(*ATT, *HARD, *EVERYTHING, *option).double()
     assert reached(model, batch()) == SURFACE_ALONE
 
 
-def test_with_positions_it_reaches_the_encoder_input_too() -> None:
+def test_gradients_with_positions_also_reach_the_encoder_input() -> None:
     model = shaken(*ATT, *HARD, *EVERYTHING, "--sf-posedemb").double()
     assert reached(model, batch()) == SURFACE_ALONE | {
         "encoder.embed_positions.weight",
@@ -393,7 +397,7 @@ def test_with_positions_it_reaches_the_encoder_input_too() -> None:
     }
 
 
-def test_without_detach_it_reaches_the_encoder_and_the_decoder_up_to_the_query() -> None:
+def test_gradients_without_detach_reach_the_encoder_and_the_decoder_up_to_the_query() -> None:
     model = shaken(*ATT, *HARD, *EVERYTHING, "--sf-no-detach", "--sf-idx", "0", *PRE_NORM).double()
     names = {n for n, _ in model.named_parameters()}
     unreached = {n for n in names if n.startswith(("decoder.layers.1.", "decoder.layer_norm."))}
@@ -402,7 +406,7 @@ def test_without_detach_it_reaches_the_encoder_and_the_decoder_up_to_the_query()
 
 
 @pytest.mark.parametrize("source", [MEAN, MAX], ids=" ".join)
-def test_pooled_sources_reach_only_the_embedding(source: tuple[str, ...]) -> None:
+def test_gradients_of_pooled_sources_reach_only_the_embedding(source: tuple[str, ...]) -> None:
     model = shaken(*source, *HARD, *EVERYTHING).double()
     assert reached(model, batch()) == {n for n in SURFACE_ALONE if "sf_attn" not in n}
 
@@ -456,7 +460,7 @@ def test_the_two_branches_are_dropped_out_independently() -> None:
 # Interface
 
 
-def test_learned_gate_travels_in_two_more_columns() -> None:
+def test_a_learned_gate_adds_two_columns_to_the_logits() -> None:
     model, sample = shaken(*ATT, *LEARNED), batch()
     logits, _ = model(**sample["net_input"])
     assert logits.shape[-1] == 2 * VOCAB + 2
@@ -469,14 +473,14 @@ def test_learned_gate_travels_in_two_more_columns() -> None:
 
 
 @pytest.mark.parametrize("fusion", FUSIONS, ids=" ".join)
-def test_features_then_output_layer_is_forward(fusion: tuple[str, ...]) -> None:
+def test_output_layer_of_the_features_equals_forward(fusion: tuple[str, ...]) -> None:
     model, net = shaken(*ATT, *fusion), batch()["net_input"]
     features, _ = model(**net, features_only=True)
     torch.testing.assert_close(model.decoder.output_layer(features), model(**net)[0])
 
 
 @pytest.mark.parametrize("fusion", FUSIONS, ids=" ".join)
-def test_probabilities_are_float32_and_any_slice_of_the_logits_will_do(fusion: tuple[str, ...]) -> None:
+def test_probabilities_are_float32_also_of_a_slice_of_the_logits(fusion: tuple[str, ...]) -> None:
     model, net = shaken(*MAX, *fusion), batch()["net_input"]
     logits, extra = model(**net)
     full = model.get_normalized_probs((logits, extra), log_probs=True)

@@ -148,7 +148,7 @@ def test_the_encoder_input_is_dropped_out_as_by_fairseq_under_one_seed() -> None
 
 
 @pytest.mark.parametrize("source", [MEAN, MAX], ids=" ".join)
-def test_pooled_vectors_have_a_dropout_of_their_own(source: tuple[str, ...]) -> None:
+def test_pooled_vectors_have_their_own_dropout_mask(source: tuple[str, ...]) -> None:
     model, sample = shaken(*source, "--dropout", "0.5"), batch((6,) * 40, (3,) * 40)
     clean = encode(model, sample)["encoder_embedding"][0]
     surface = encode(model.train(), sample)["encoder_embedding"][0]
@@ -168,7 +168,7 @@ def test_full_dropout_is_zero_not_nan(source: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans(), st.integers(0, 4))
-def test_padding_and_its_side_change_nothing(
+def test_padding_and_its_side_do_not_change_the_surface(
     source: tuple[str, ...], lengths: list[int], left: bool, extra: int
 ) -> None:
     model = shaken(*source)
@@ -189,7 +189,7 @@ def test_padding_and_its_side_change_nothing(
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
-def test_reorder_moves_the_surface_with_the_rest(source: tuple[str, ...]) -> None:
+def test_reordering_includes_the_surface(source: tuple[str, ...]) -> None:
     model, sample = shaken(*source), batch()
     out = encode(model, sample)
     order = torch.tensor([2, 0, 0, 1])
@@ -199,7 +199,7 @@ def test_reorder_moves_the_surface_with_the_rest(source: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("flags", [(), PRE_NORM], ids=" ".join)
-def test_a_dropped_layer_hands_its_input_on(flags: tuple[str, ...]) -> None:
+def test_a_dropped_layer_returns_its_input(flags: tuple[str, ...]) -> None:
     model, sample = shaken(*ATT, "--encoder-layers", "5", "--encoder-layerdrop", "0.5", *flags), batch()
     model.train()
     seen = set()
@@ -236,7 +236,7 @@ def test_all_layers_dropped_still_trains() -> None:
     assert all(g is None or g.isfinite().all() for g in gradients(model, batch()).values())
 
 
-def test_quantisation_noise_leaves_the_surface_alone() -> None:
+def test_quantisation_noise_does_not_change_the_surface() -> None:
     model, sample = shaken(*ATT, "--quant-noise-pq", "0.2"), batch()
     out = encode(model, sample, return_all_hiddens=True)
     torch.testing.assert_close(out["encoder_embedding"][0], scaled_embeddings(model, sample))

@@ -1,4 +1,7 @@
-"""The hub: a result for each line, in the order of the lines, whatever the lines are."""
+"""The hub returns a result for each line, in the order of the lines, whatever the lines contain.
+
+Also tests ``compat/hub.py``.
+"""
 
 import logging
 import math
@@ -36,7 +39,7 @@ def alone(hub: TranslationHub) -> list[str]:
     return [hub.translate(line, beam=4) for line in LINES]
 
 
-def test_a_line_that_is_too_long_keeps_its_place(
+def test_an_overlong_line_gives_an_empty_translation_in_its_place(
     hub: TranslationHub, alone: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -48,7 +51,9 @@ def test_a_line_that_is_too_long_keeps_its_place(
     assert hub.decode(first[0]["tokens"]) == "" and first[0]["score"] == -math.inf and len(second) == 2
 
 
-def test_so_it_does_in_fairseqs_own_hub(hub: TranslationHub, alone: list[str]) -> None:
+def test_an_overlong_line_gives_an_empty_translation_in_fairseqs_hub(
+    hub: TranslationHub, alone: list[str]
+) -> None:
     plain = GeneratorHubInterface(hub.cfg, hub.task, list(hub.models)).eval()
     assert plain.translate([LONG, LINES[0]], beam=4) == ["", alone[0]]
     rows = [plain.encode(LONG), plain.encode(LINES[0])]
@@ -56,7 +61,7 @@ def test_so_it_does_in_fairseqs_own_hub(hub: TranslationHub, alone: list[str]) -
     assert [plain.decode(each[0]["tokens"]) for each in found] == ["", alone[0]]
 
 
-def test_the_n_best_translations(hub: TranslationHub, alone: list[str]) -> None:
+def test_nbest_returns_a_list_for_each_line(hub: TranslationHub, alone: list[str]) -> None:
     lists = hub.translate([*LINES, "", LONG], beam=4, nbest=3)
     assert [texts[0] for texts in lists] == [*alone, "", ""]
     assert [len(texts) for texts in lists] == [3, 3, 3, 1, 1] and len(set(lists[1])) == 3
@@ -70,13 +75,13 @@ def test_the_n_best_translations(hub: TranslationHub, alone: list[str]) -> None:
         hub.translate(LINES, beam=2, nbest=5)
 
 
-def test_an_empty_line_stays_empty(hub: TranslationHub, alone: list[str]) -> None:
+def test_an_empty_line_gives_an_empty_translation(hub: TranslationHub, alone: list[str]) -> None:
     assert hub.translate("") == hub.translate(" \t\u2028 ") == ""
     assert hub.translate(["", LINES[0], "  "], beam=4) == ["", alone[0], ""]
     assert hub.translate([]) == []
 
 
-def test_the_batches_of_the_training_are_no_limit(alone: list[str]) -> None:
+def test_batch_limits_of_the_training_do_not_apply(alone: list[str]) -> None:
     settings = load().cfg.dataset
     assert (settings.max_tokens, settings.batch_size) == (MAX_TOKENS, None)
     small = load(max_tokens=4)  # what the user gives is one, but for a line that is longer
@@ -110,7 +115,7 @@ def test_scores_of_given_translations(hub: TranslationHub) -> None:
         ({"lenpen": math.nan}, "--lenpen nan: give a finite number"),
     ],
 )
-def test_settings_that_are_none_are_refused(hub: TranslationHub, settings: dict[str, Any], line: str) -> None:
+def test_invalid_settings_are_refused(hub: TranslationHub, settings: dict[str, Any], line: str) -> None:
     with pytest.raises(SurfaceFusionError, match=re.escape(line)):
         hub.translate(LINES, **settings)
     if "beam" not in settings:
@@ -118,7 +123,7 @@ def test_settings_that_are_none_are_refused(hub: TranslationHub, settings: dict[
             hub.score(LINES, LINES, **settings)
 
 
-def test_settings_of_the_generation(hub: TranslationHub, alone: list[str]) -> None:
+def test_settings_of_fairseqs_generate_are_accepted(hub: TranslationHub, alone: list[str]) -> None:
     """Those of fairseq's ``generate``, and those that its hub takes on loading."""
     assert hub.translate(LINES, beam=4, nbest=None, skip_invalid_size_inputs=True, lenpen=1.0) == alone
     given = load(generation_args={"lenpen": 0.5}, nbest=2)

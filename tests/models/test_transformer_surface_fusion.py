@@ -90,7 +90,7 @@ def train(model: Any, steps: int = 3) -> list[Tensor]:
 
 @pytest.mark.parametrize("sf_plain", [False, True], ids=["", "sf-plain"])
 @pytest.mark.parametrize("flags", PLAIN_OPTIONS, ids=" ".join)
-def test_without_fusion_it_is_the_transformer_of_fairseq_bit_for_bit(
+def test_without_fusion_the_model_equals_fairseqs_transformer_bit_for_bit(
     flags: tuple[str, ...], sf_plain: bool
 ) -> None:
     flags = ("--dropout", "0.2", "--attention-dropout", "0.1", *flags)
@@ -115,7 +115,7 @@ def test_without_fusion_it_is_the_transformer_of_fairseq_bit_for_bit(
 
 
 @pytest.mark.parametrize("flag", [ATT, ("--layer-wise-attention",)], ids=" ".join)
-def test_classes_with_fusion(flag: tuple[str, ...]) -> None:
+def test_encoder_and_decoder_classes_with_fusion(flag: tuple[str, ...]) -> None:
     model, _ = build(*flag)
     assert type(model.encoder) is SurfaceFusionEncoder and type(model.decoder) is SurfaceFusionDecoder
 
@@ -154,7 +154,7 @@ def test_initial_values_have_the_published_scales() -> None:
     assert 0.9 < decoder.sf_attn.q_proj.weight.abs().max() / (2**-0.5 * math.sqrt(6 / 128)) <= 1
 
 
-def test_the_plain_part_starts_as_without_fusion() -> None:
+def test_initial_values_of_the_plain_part_equal_those_without_fusion() -> None:
     """Fusion draws its random numbers after the Transformer's: runs with and without it compare."""
     plain, fused = build(SHARED)[0], build(SHARED, *ATT, *LEARNED)[0]
     for name, value in plain.state_dict().items():
@@ -228,6 +228,7 @@ def ddp_worker(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel_with_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
     for i, flags in enumerate(DDP_FLAGS):
@@ -244,7 +245,7 @@ def test_distributed_data_parallel_with_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", FUSIONS[:-1], ids=" ".join)
-def test_it_learns(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
+def test_sixty_updates_reduce_the_loss(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
     model, _ = build(*source, *fusion, SHARED)
     sample = batch()
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
@@ -277,7 +278,9 @@ def test_label_smoothed_loss(fusion: tuple[str, ...], source: tuple[str, ...]) -
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", FUSIONS, ids=" ".join)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_near(dtype: torch.dtype, fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
+def test_half_precision_is_close_to_float32(
+    dtype: torch.dtype, fusion: tuple[str, ...], source: tuple[str, ...]
+) -> None:
     model, sample = shaken(*source, *fusion, "--sf-linear"), batch()
     exact = log_probs(model, sample)
     with torch.no_grad():
@@ -297,7 +300,7 @@ def test_half_precision_trains(dtype: torch.dtype, fusion: tuple[str, ...], sour
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", [HARD, LEARNED, (*LEARNED, "--sf-renormalize"), SOFT, V1], ids=" ".join)
-def test_autocast(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
+def test_autocast_is_close_to_float32(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
     model, sample = shaken(*source, *fusion), batch()
     exact = log_probs(model, sample)
     with torch.autocast("cpu", torch.bfloat16):
@@ -331,7 +334,7 @@ def test_deep_copies_are_independent() -> None:
     assert torch.equal(log_probs(model, sample), before)
 
 
-def test_retained_dropout_knows_our_modules_by_the_names_of_fairseq() -> None:
+def test_retained_dropout_accepts_the_class_names_of_fairseq() -> None:
     model, sample = shaken(*ATT, *HARD, "--dropout", "0.3"), batch()
     assert torch.equal(log_probs(model, sample), log_probs(model, sample))
     names = ["TransformerEncoder", "TransformerDecoder"]
@@ -360,6 +363,7 @@ SWITCHES = [
 EMBEDDINGS = [(), (SHARED,), ("--share-decoder-input-output-embed",), ("--merge-src-tgt-embed",)]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(), *SOURCES]),
@@ -557,7 +561,9 @@ def test_sampling_from_hard_fusion_follows_its_normalised_distribution() -> None
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", FUSIONS, ids=" ".join)
 @torch.no_grad()
-def test_scorer(fusion: tuple[str, ...], source: tuple[str, ...], softmax_batch: int | None) -> None:
+def test_scores_of_the_sequence_scorer_equal_a_full_pass(
+    fusion: tuple[str, ...], source: tuple[str, ...], softmax_batch: int | None
+) -> None:
     fused, plain, sample = shaken(*source, *fusion), shaken(arch="transformer", seed=2), batch()
     dictionary = tasks.setup_task(parse()).target_dictionary
     for models in ([fused], [fused, plain]):
@@ -616,7 +622,7 @@ def modes(model: torch.nn.Module) -> set[bool]:
 
 
 @pytest.mark.parametrize("flags", [(), (*ATT, *HARD), ("--sf-plain",), ("--encoder-layerdrop", "0.5")])
-def test_the_mode_is_that_of_all_modules(flags: tuple[str, ...]) -> None:
+def test_train_and_eval_set_the_mode_of_all_modules(flags: tuple[str, ...]) -> None:
     model, _ = build(*flags)
     for mode in (True, False, False, True, True):
         assert model.train(mode) is model
@@ -626,7 +632,7 @@ def test_the_mode_is_that_of_all_modules(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_module_whose_mode_was_set_by_hand_is_set_back(before: bool) -> None:
+def test_train_resets_a_module_whose_mode_was_set_by_hand(before: bool) -> None:
     model, _ = build(*ATT, *HARD)
     model.train(before)
     model.decoder.layers[1].fc1.train(not before)
@@ -638,7 +644,7 @@ def test_a_module_whose_mode_was_set_by_hand_is_set_back(before: bool) -> None:
     assert modes(model) == {not before}
 
 
-def test_the_mode_of_a_copy_is_its_own() -> None:
+def test_the_mode_of_a_copy_is_independent() -> None:
     model, _ = build(*ATT, *HARD)
     model.train()
     twin = copy.deepcopy(model).eval()
@@ -648,7 +654,7 @@ def test_the_mode_of_a_copy_is_its_own() -> None:
     assert (modes(model), modes(twin)) == ({False}, {True})
 
 
-def test_a_module_that_was_replaced_takes_the_mode_too() -> None:
+def test_train_sets_the_mode_of_a_replaced_module() -> None:
     model, _ = build(*ATT, *HARD)
     model.train()
     model.encoder.layers[0].fc1 = torch.nn.Linear(16, 24)
@@ -658,7 +664,7 @@ def test_a_module_that_was_replaced_takes_the_mode_too() -> None:
 
 
 @pytest.mark.parametrize("flags", [(*ATT, *HARD), ("--encoder-fusion", "dlcl"), ("--sf-plain",)])
-def test_a_module_added_to_an_evaluated_model_takes_the_mode_too(flags: tuple[str, ...]) -> None:
+def test_eval_sets_the_mode_of_an_added_module(flags: tuple[str, ...]) -> None:
     model, _ = build(*flags)
     model.eval()
     model.adapter = torch.nn.Dropout(0.5)
@@ -680,7 +686,7 @@ class Schedule(torch.nn.Module):
         self.epoch = epoch
 
 
-def test_submodules_are_told_the_number_of_updates_and_epochs() -> None:
+def test_submodules_receive_the_number_of_updates_and_epochs() -> None:
     model, _ = build(*ATT, *HARD)
     model.decoder.schedule, model.encoder.layers[1].schedule = Schedule(), Schedule()
     model.set_num_updates(7)
@@ -691,7 +697,7 @@ def test_submodules_are_told_the_number_of_updates_and_epochs() -> None:
 
 @pytest.mark.parametrize("flags", [(*ATT, *HARD), *(("--encoder-fusion", m) for m in ("dlcl", "dense"))])
 @pytest.mark.parametrize("drop", ["0", "0.5"])
-def test_a_layer_that_replaces_another_is_the_one_that_runs(flags: tuple[str, ...], drop: str) -> None:
+def test_a_replaced_layer_is_used(flags: tuple[str, ...], drop: str) -> None:
     flags = (*flags, "--encoder-layerdrop", drop, "--decoder-layerdrop", drop)
     model, other = shaken(*flags), shaken(*flags, seed=2)
     for stack in ("encoder", "decoder"):

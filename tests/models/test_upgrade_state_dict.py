@@ -60,7 +60,7 @@ def _log_level(caplog: pytest.LogCaptureFixture) -> None:
     ],
     ids=" ".join,
 )
-def test_a_model_of_the_same_flags_loads_in_silence(
+def test_a_checkpoint_of_the_same_flags_loads_without_a_message(
     flags: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = shaken(*flags)
@@ -69,7 +69,7 @@ def test_a_model_of_the_same_flags_loads_in_silence(
     assert lines(caplog) == []
 
 
-def test_what_the_published_code_never_used_is_dropped_with_one_line(
+def test_unused_published_parameters_are_dropped_with_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = published(ATT)
@@ -103,7 +103,7 @@ def test_published_parameters_that_are_used_are_kept() -> None:
 
 
 @pytest.mark.parametrize("flags", [ATT, (*LEARNED, "--sf-linear")], ids=" ".join)
-def test_a_plain_transformer_keeps_the_fresh_fusion(
+def test_a_plain_checkpoint_keeps_the_initial_fusion_parameters(
     flags: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = shaken(arch="transformer").state_dict()
@@ -119,7 +119,7 @@ def test_a_plain_transformer_keeps_the_fresh_fusion(
     assert all(name in line for name in names)
 
 
-def test_a_fused_checkpoint_in_a_plain_model_is_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fused_checkpoint_in_a_plain_model_logs_a_message(caplog: pytest.LogCaptureFixture) -> None:
     load((), published(ATT))
     (line,) = lines(caplog)
     assert line.startswith(f"dropped {len(FUSION | set(UNUSED))} fusion parameters (")
@@ -137,7 +137,7 @@ def test_a_missing_fusion_parameter_is_named(name: str, caplog: pytest.LogCaptur
     assert str(error.value) == text == lines(caplog)[-1]
 
 
-def test_flags_that_ask_for_more_than_was_trained_are_named() -> None:
+def test_flags_that_need_untrained_parameters_are_named() -> None:
     state = dict(shaken(*ATT).state_dict())
     with pytest.raises(
         SurfaceFusionError, match=r"lacks the fusion parameters decoder\.tgt_out_dim\.weight, dec"
@@ -153,7 +153,7 @@ def test_flags_that_ask_for_more_than_was_trained_are_named() -> None:
 @pytest.mark.parametrize(
     "name", ["decoder.sf_attn.v_proj.weight", "decoder.fc1.bias", "encoder.layers.0.fc1.weight"]
 )
-def test_an_odd_shape_is_named(name: str) -> None:
+def test_a_mismatched_shape_is_named(name: str) -> None:
     state = published(ATT)
     right = tuple(state[name].shape)
     state[name] = torch.zeros(3, 5)
@@ -187,7 +187,7 @@ def test_another_dictionary_is_named_with_both_sizes(
     assert str(error.value).startswith(text)
 
 
-def test_what_is_no_concern_of_ours_is_left_to_torch() -> None:
+def test_missing_parameters_of_the_plain_part_are_reported_by_torch() -> None:
     state = dict(shaken(*ATT).state_dict())
     del state["encoder.layers.0.fc1.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*encoder\.layers\.0\.fc1\.weight"):
@@ -209,20 +209,20 @@ def save(path: Path, model: Any, flags: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("flags", [ATT, (*LEARNED, "--layer-wise-attention"), ()], ids=" ".join)
-def test_a_checkpoint_file_gives_the_model_back(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_unchanged(flags: tuple[str, ...], tmp_path: Path) -> None:
     trained = shaken(*flags)
     (loaded,), _, _ = load_model_ensemble_and_task([save(tmp_path / "checkpoint.pt", trained, flags)])
     assert torch.equal(log_probs(loaded.eval(), batch()), log_probs(trained, batch()))
 
 
-def test_overrides_change_what_a_checkpoint_says(tmp_path: Path) -> None:
+def test_overrides_change_the_stored_settings(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoint.pt", shaken(*ATT), ATT)
     (loaded,), _, _ = load_model_ensemble_and_task([path], {"sf_gate": 0.5, "sf_idx": 0})
     expected = shaken("--surfacefusion", "att", "--sf-gate", "0.5", "--sf-idx", "0")
     assert torch.equal(log_probs(loaded.eval(), batch()), log_probs(expected, batch()))
 
 
-def test_a_pruned_checkpoint_file(tmp_path: Path) -> None:
+def test_a_checkpoint_is_pruned_when_it_is_loaded(tmp_path: Path) -> None:
     flags = (*ATT, "--encoder-layers", "3", "--decoder-layers", "3")
     trained = shaken(*flags)
     path = save(tmp_path / "checkpoint.pt", trained, flags)
@@ -273,6 +273,6 @@ def test_post_norm_ta_ffn_of_version_0_1_0_loads() -> None:
     )
 
 
-def test_a_plain_pre_norm_checkpoint_lets_ta_ffn_begin() -> None:
+def test_ta_ffn_starts_from_a_plain_pre_norm_checkpoint() -> None:
     model = load(TA_FFN, shaken("--encoder-normalize-before").state_dict())
     assert model.encoder.fusion.ffn_norm_first

@@ -12,7 +12,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("activation", [F.relu, F.gelu, torch.tanh])
-def test_hidden_layer(activation) -> None:
+def test_hidden_layer_equals_the_formula(activation) -> None:
     x, weight, bias = random(4, 3), random(5, 3), random(5)
     expected = activation(x @ weight.t() + bias)
     torch.testing.assert_close(project_activate(x, weight, bias, activation), expected)

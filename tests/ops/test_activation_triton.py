@@ -19,8 +19,8 @@ RATE = 0.3
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("rate", [0.0, RATE])
 @pytest.mark.parametrize("rows, dim", [(1, 20), (37, 600), (130, 96)])
-def test_hidden_layer(rows: int, dim: int, rate: float, dtype: torch.dtype) -> None:
+def test_hidden_layer_equals_torch(rows: int, dim: int, rate: float, dtype: torch.dtype) -> None:
     x, weight, bias = (
         random(*shape, seed=i).to(dtype) for i, shape in enumerate([(rows, 6), (dim, 6), (dim,)])
     )

@@ -23,7 +23,7 @@ def gradient(step: int, like: Tensor) -> Tensor:
     return torch.randn(1000, generator=generator, dtype=torch.float64).mul(10.0 ** -(step % 4)).to(like)
 
 
-def test_one_number_by_hand() -> None:
+def test_update_of_one_number_computed_by_hand() -> None:
     weights, exp_avg, exp_avg_sq = (torch.tensor([x], dtype=torch.float64) for x in (2.0, 0.5, 0.25))
     plain_adam(weights, torch.tensor([3.0], dtype=torch.float64), exp_avg, exp_avg_sq, 2, OPTIONS)
     m, v = 0.9 * 0.5 + 0.1 * 3, 0.98 * 0.25 + 0.02 * 9

@@ -20,8 +20,8 @@ RATE = 0.3
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ USED = {"both": slice(0, 2), "sum": slice(0, 1), "normed": slice(1, 2)}
 @DTYPES
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("rows, dim", [(9, 20), (1, 96), (41, 512), (450, 40)])
-def test_end_of_a_sublayer(rows: int, dim: int, used: str, dtype: torch.dtype) -> None:
+def test_residual_and_norm_equal_torch(rows: int, dim: int, used: str, dtype: torch.dtype) -> None:
     leaves = [x.requires_grad_() for x in end_of_sublayer(rows, dim, dtype)]
     exact = [x.detach().float().requires_grad_() for x in leaves]
     got, expected = kernels(leaves), plain(exact)
@@ -103,7 +103,7 @@ def kept_at_the_end(rows: int, dim: int, seed: Tensor) -> Tensor:
 @runs_here
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("used", USED)
-def test_backward_drops_what_forward_dropped(used: str) -> None:
+def test_backward_uses_the_dropout_mask_of_forward(used: str) -> None:
     rows, dim = 450, 40
     seeds = torch.tensor([3, 3, 4], dtype=torch.int32, device=DEVICE)
     kept, same, different = (kept_at_the_end(rows, dim, seed) for seed in seeds)
@@ -124,7 +124,7 @@ def test_backward_drops_what_forward_dropped(used: str) -> None:
 
 
 @runs_here
-def test_a_residual_with_gaps_and_repeated_gradients() -> None:
+def test_strided_residual_and_expanded_gradient() -> None:
     leaves = end_of_sublayer(9, 20, torch.float32)
     leaves[3] = random(20, 9).t()
     leaves = [x.requires_grad_() for x in leaves]
@@ -135,7 +135,7 @@ def test_a_residual_with_gaps_and_repeated_gradients() -> None:
 
 
 @runs_here
-def test_rows_wider_than_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_wide_for_the_kernels_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(add_norm, "WIDEST_ROW", 19)
     monkeypatch.setattr(add_norm._AddNorm, "apply", None)
     leaves = end_of_sublayer(9, 20, torch.float32)

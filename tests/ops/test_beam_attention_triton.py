@@ -17,8 +17,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 @runs_here

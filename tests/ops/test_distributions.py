@@ -52,7 +52,7 @@ def assert_close(a: Tensor, b: Tensor, atol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, atol=atol, rtol=1e-10)
 
 
-def test_modes_are_the_published_ones() -> None:
+def test_published_modes_and_their_scales() -> None:
     assert list(MODES) == ["hard", "soft", "postnorm", "soft_5", "postnorm_5", "postnorm_v1"]
     assert [name for name, mode in MODES.items() if mode.gated] == ["hard"]
     assert [name for name, mode in MODES.items() if mode.exponentiated] == ["postnorm_v1"]
@@ -181,7 +181,7 @@ def test_vocabulary_order_does_not_matter(pair: Tensor, gate: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_results_are_float32_and_as_good(dtype: torch.dtype) -> None:
+def test_half_precision_logits_give_float32_results(dtype: torch.dtype) -> None:
     z, s = (4 * torch.randn(2, 3, 50)).to(dtype)
     exact_z, exact_s = z.double(), s.double()
     for fused, exact in (
@@ -202,7 +202,7 @@ def test_huge_logits_stay_finite(size: float) -> None:
     assert exponentiated_log_probs(z, s).isfinite().all()
 
 
-def test_gradients() -> None:
+def test_gradients_equal_finite_differences() -> None:
     z, s = torch.randn(2, 2, 3, 5, dtype=torch.float64).requires_grad_().unbind(0)
     gate = torch.rand(2, 3, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_softmax, (z,))

@@ -6,7 +6,7 @@ import torch
 from surface_fusion.ops.dropout import dropout
 
 
-def test_a_rate_of_zero_draws_nothing() -> None:
+def test_a_rate_of_zero_draws_no_random_numbers() -> None:
     x = torch.ones(3, 3)
     before = torch.get_rng_state()
     assert dropout(x, 0.0) is x

@@ -42,13 +42,13 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 @runs_here
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
-def test_uniform(seed: int) -> None:
+def test_random_numbers_are_uniform(seed: int) -> None:
     """The hash is uniform: masks of 15 rates count how often it is in each sixteenth of its range."""
     counts = torch.tensor([kept(seed, i / 16).sum().item() for i in range(17)])
     in_each = -counts.diff()
@@ -82,11 +82,11 @@ def test_neighbours_seeds_and_heads_are_independent(rate: float) -> None:
 
 
 @runs_here
-def test_one_seed_gives_one_mask() -> None:
+def test_equal_seeds_give_equal_masks() -> None:
     assert kept(5, 0.5).equal(kept(5, 0.5))
 
 
-def test_no_head_equals_another_one_shifted_by_rows() -> None:
+def test_masks_of_heads_are_over_a_million_rows_apart() -> None:
     """Rows also add a constant each to the seed."""
     rows_per_head = [head * HEAD * pow(0x9E3779B9, -1, 2**32) % 2**32 for head in range(1, 65)]
     assert all(10**6 < rows < 2**32 - 10**6 for rows in rows_per_head)

@@ -94,7 +94,7 @@ def assert_equals_oracle(arguments: dict[str, Any], tolerance: float, least: flo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_oracle_is_the_formula(mode: str) -> None:
+def test_oracle_equals_the_formula(mode: str) -> None:
     a = problem(mode, tokens=5, vocab=7)
     z = a["features"].detach() @ a["weight"].detach().t()
     lsm = z - z.exp().sum(-1, keepdim=True).log()
@@ -158,13 +158,13 @@ def test_equals_the_oracle(mode: str, dtype: torch.dtype, tolerance: float) -> N
     seed=st.integers(0, 999),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_shape(chunk_rows: int, smoothing: float, **sizes: Any) -> None:
+def test_equals_the_oracle_for_any_shape(chunk_rows: int, smoothing: float, **sizes: Any) -> None:
     with chunks_of(chunk_rows):  # a loss near 0 is a difference of large logits
         assert_equals_oracle(problem(**sizes) | {"smoothing": smoothing}, 1e-10, least=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_chunks_change_nothing(mode: str) -> None:
+def test_chunk_size_does_not_change_the_result(mode: str) -> None:
     a = problem(mode)
     whole = results(a)
     for chunk_rows in (1, 2, 7, 64, 1000):
@@ -216,7 +216,7 @@ def test_tiny_and_huge_logits(mode: str, size: float) -> None:
     assert_equals_oracle(problem(mode, dtype=torch.float32, size=size), 1e-5)
 
 
-def test_tied_weight_collects_both_gradients() -> None:
+def test_tied_weight_accumulates_both_gradients() -> None:
     a = problem()
 
     def gradient(plain: bool) -> Tensor:
@@ -245,7 +245,7 @@ def test_only_the_required_gradients_are_computed(mode: str, monkeypatch: pytest
         assert_close(results(frozen | {"gate": a["gate"]})[1], [results(a, plain=True)[1][2]], 1e-14)
 
 
-def test_only_the_loss_carries_a_gradient() -> None:
+def test_only_the_loss_requires_grad() -> None:
     out = linear_cross_entropy(**problem("paired"))
     assert [x.requires_grad for x in out] == [True, False, False]
 
@@ -261,7 +261,7 @@ def test_loss_may_be_scaled_in_place_and_used_twice() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_rows(mode: str) -> None:
+def test_empty_input_gives_zero(mode: str) -> None:
     sums, gradients = results(problem(mode, tokens=0))
     assert all(x == 0 for x in sums)
     assert all(not g.any() for g in gradients)
@@ -328,13 +328,13 @@ def test_autocast(mode: str) -> None:
     assert_close(gradients, expected[1], 2e-2)
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_mismatched_shapes_raise_a_value_error() -> None:
     for mode, gate in (("single", 0.5), ("paired", None)):
         with pytest.raises(ValueError, match=r"features \(37, .*N x 2 x C"):
             linear_cross_entropy(**(problem(mode) | {"gate": gate}))
 
 
-def test_default_chunks() -> None:
+def test_default_chunk_sizes() -> None:
     """8192 rows of the README model's logits in float16; on a CPU what fits into its caches."""
     assert module._chunk_rows(35_008 * 2, "cuda") == 8192
     assert module._chunk_rows(35_008 * 4, "cuda") == 4096

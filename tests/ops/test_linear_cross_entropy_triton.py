@@ -23,8 +23,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 def rows(
@@ -103,7 +103,9 @@ def test_infinite_logits_and_unknown_targets_make_the_loss_nan_or_infinite() -> 
 @runs_here
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("mode", ["single", "paired", "learned"])
-def test_whole_operation(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_operation_equals_the_oracle(
+    mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three chunks, loss scale 128, against the oracle in float32."""
     from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 

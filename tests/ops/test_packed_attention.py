@@ -1,4 +1,7 @@
-"""Attention by padding against the formula in a loop over sentences."""
+"""Attention by padding equals the formula in a loop over sentences.
+
+Also tests ``ops/packed_rows.py``.
+"""
 
 import math
 

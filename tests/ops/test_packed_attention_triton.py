@@ -24,8 +24,8 @@ FEW = {"queries": (1, 5, 2), "keys": (4, 1, 18)}
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
-    assert_passes_in_the_interpreter(__file__)
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    assert_passes_in_the_interpreter(pytestconfig, __file__)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -51,7 +51,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @KINDS
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("dim", [8, 20, 64, 512])
-def test_values_and_gradients(dim: int, dtype: torch.dtype, kind: str) -> None:
+def test_values_and_gradients_equal_padded_attention(dim: int, dtype: torch.dtype, kind: str) -> None:
     queries, keys = sides(kind, LENGTHS if dim <= 20 else FEW)
     heads = 2 if dim <= 20 else 1
     leaves = [
@@ -71,7 +71,7 @@ def test_values_and_gradients(dim: int, dtype: torch.dtype, kind: str) -> None:
 
 @runs_here
 @pytest.mark.parametrize("causal", [False, True])
-def test_side_by_side(causal: bool) -> None:
+def test_query_key_value_in_one_tensor(causal: bool) -> None:
     rows = rows_of(FEW["queries"], DEVICE)
     qkv = random(8, 3, 2, 20, dtype=torch.float32, seed=1).requires_grad_()
     weights = random(8, 2, 20, dtype=torch.float32, seed=2)
@@ -83,7 +83,7 @@ def test_side_by_side(causal: bool) -> None:
 
 
 @runs_here
-def test_rows_and_gradients_with_gaps_in_memory() -> None:
+def test_strided_inputs_and_expanded_gradient() -> None:
     """Keys and values of several attentions in one tensor; an expanded gradient."""
     queries, keys = sides("cross", FEW)
     q = random(8, 40, dtype=torch.float32, seed=1).requires_grad_()
@@ -137,7 +137,7 @@ def with_mask(
 
 @runs_here
 @KINDS
-def test_forward_and_both_backward_kernels_drop_the_same(kind: str) -> None:
+def test_forward_and_backward_kernels_use_one_dropout_mask(kind: str) -> None:
     queries, keys = sides(kind, SHORT)
     causal = kind == "causal"
     seed = torch.tensor(1234567, dtype=torch.int32, device=DEVICE)
@@ -155,7 +155,7 @@ def test_forward_and_both_backward_kernels_drop_the_same(kind: str) -> None:
 
 
 @runs_here
-def test_seeds_and_heads_drop_differently_and_each_at_the_rate() -> None:
+def test_dropout_masks_of_seeds_and_heads_are_independent() -> None:
     rows = rows_of((16,) * 20, DEVICE)
     seeds = torch.tensor([1, 1, 2], dtype=torch.int32, device=DEVICE)
     first, same, different = (kept_weights(rows, rows, False, seed, heads=2) for seed in seeds)

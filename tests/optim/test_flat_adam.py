@@ -130,7 +130,7 @@ def test_fifty_updates_equal_fairseqs_adam(
             torch.testing.assert_close(param, reference, rtol=rtol, atol=rtol)
 
 
-def test_gaps_stay_zero() -> None:
+def test_padding_of_the_flat_buffer_stays_zero() -> None:
     model = network()
     optimizer = build(model)
     for step in range(3):
@@ -142,7 +142,7 @@ def test_gaps_stay_zero() -> None:
     assert free.any() and not flat.data[free].any() and not flat.grad[free].any()
 
 
-def test_factors_may_be_tensors() -> None:
+def test_gradient_factors_may_be_tensors() -> None:
     models = [network(), network()]
     for model, kind in zip(models, (float, torch.tensor), strict=True):
         optimizer = build(model)
@@ -154,7 +154,7 @@ def test_factors_may_be_tensors() -> None:
     assert_same_parameters(*models)
 
 
-def test_a_factor_lasts_for_one_step() -> None:
+def test_a_gradient_factor_applies_to_one_step() -> None:
     model = network()
     optimizer = build(model)
     give(model, gradients(model, 0))
@@ -185,7 +185,7 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     assert not model[0].weight.equal(before)
 
 
-def test_what_fairseq_sees() -> None:
+def test_attributes_that_fairseq_reads() -> None:
     model = network()
     optimizer = build(model, lr=[0.03])
     assert list(map(id, optimizer.params)) == list(map(id, model.parameters()))
@@ -200,12 +200,12 @@ def test_what_fairseq_sees() -> None:
 @pytest.mark.parametrize(
     "given, taken", [("(0.9, 0.98)", BETAS), ("[0.8,0]", (0.8, 0.0)), ([0.9, 0.98], BETAS)], ids=str
 )
-def test_betas(given: Any, taken: tuple[float, float]) -> None:
+def test_betas_are_read_from_a_string_or_a_list(given: Any, taken: tuple[float, float]) -> None:
     assert build(network(), adam_betas=given).param_groups[0]["betas"] == taken
 
 
 @pytest.mark.parametrize("given", ["0.9", "(0.9, 1)", "(0.9,)", "best", "(0.9", None], ids=str)
-def test_bad_betas(given: Any) -> None:
+def test_invalid_betas_are_refused(given: Any) -> None:
     with pytest.raises(SurfaceFusionError, match=r"--adam-betas .*: give two numbers in \[0, 1\)"):
         build(network(), adam_betas=given)
 
@@ -244,7 +244,7 @@ def test_half_precision_equals_adam_on_fp32_weights(
     assert dtype == torch.bfloat16 or optimizer.scaler.loss_scale == 128 * 2**4
 
 
-def test_small_gradients_of_half_precision_are_not_rounded_away() -> None:
+def test_small_half_precision_gradients_are_not_rounded_to_zero() -> None:
     """A gradient times its factor may be smaller than the smallest fp16 number."""
     model = network(torch.float16)
     optimizer = build(model, adam_eps=1e-12, weight_decay=0.0)
@@ -276,7 +276,7 @@ def test_an_update_is_skipped_on_overflow(wrapper: Any, bad: float) -> None:
     assert_same_parameters(*models)
 
 
-def test_a_checkpoint_loaded_before_the_first_step_is_what_is_trained() -> None:
+def test_a_checkpoint_loaded_before_the_first_step_is_trained_further() -> None:
     model = network(torch.float16)
     optimizer = wrapped(MemoryEfficientFP16Optimizer, model)
     with torch.no_grad():
@@ -300,7 +300,9 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_resumed_is_uninterrupted_bit_for_bit_in_another_layout(dtype: torch.dtype, plain: bool) -> None:
+def test_a_resume_in_another_layout_equals_the_uninterrupted_run_bit_for_bit(
+    dtype: torch.dtype, plain: bool
+) -> None:
     def start(**kwargs: Any) -> tuple[nn.Module, Any]:
         model = network(dtype, **kwargs)
         if dtype in (torch.float16, torch.bfloat16):
@@ -326,7 +328,7 @@ def test_resumed_is_uninterrupted_bit_for_bit_in_another_layout(dtype: torch.dty
             assert ours[i][name].equal(theirs[i][name]) and ours[i][name].shape == param.shape
 
 
-def test_state_before_the_first_step() -> None:
+def test_state_dict_before_the_first_step_is_empty() -> None:
     optimizer = build(network())
     state = stored(optimizer.state_dict())
     assert state["state"] == {} and state["param_groups"][0]["params"] == list(range(6))
@@ -337,7 +339,7 @@ def test_state_before_the_first_step() -> None:
     assert resumed.state_dict()["state"] == {}
 
 
-def test_hyperparameters_are_the_checkpoints_unless_overridden() -> None:
+def test_hyperparameters_come_from_the_checkpoint_unless_overridden() -> None:
     state = stored(build(network(), adam_eps=1e-5, lr=[0.5]).state_dict())
     optimizer = build(network())
     optimizer.load_state_dict(state, {"lr": 0.25})
@@ -390,7 +392,7 @@ def test_the_state_of_another_training_is_refused(kind: str) -> None:
 # Several processes
 
 
-def test_local_gradients_are_averaged_and_others_left_to_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_local_gradients_are_averaged_by_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over fairseq's data-parallel group; see also packed/test_flat_parameters.py."""
     model = network()
     optimizer = build(model)
@@ -442,6 +444,7 @@ def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], 
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clip",
     [
@@ -451,7 +454,7 @@ def losses(data: Path, *flags: object, updates: int = 20) -> tuple[list[float], 
         ),
     ],
 )
-def test_a_training_loses_what_adam_loses(data: Path, clip: float) -> None:
+def test_losses_of_a_training_equal_those_of_adam(data: Path, clip: float) -> None:
     more = ("--clip-norm", clip, "--adam-betas", "(0.9, 0.98)", "--weight-decay", 0.01)
     expected, expected_norms = losses(data, *more)
     for flags in ((), ("--sf-plain",)):
@@ -461,7 +464,8 @@ def test_a_training_loses_what_adam_loses(data: Path, clip: float) -> None:
     assert expected[-1] < 0.8 * expected[0]
 
 
-def test_interrupted_and_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_resumed_training_equals_the_uninterrupted_one(data: Path, tmp_path: Path) -> None:
     argv = [
         "train",
         data,
@@ -514,7 +518,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_gpu_gives_the_cpus_numbers(dtype: torch.dtype) -> None:
+def test_updates_on_a_gpu_equal_those_on_a_cpu(dtype: torch.dtype) -> None:
     models = [network(dtype).cpu(), network(dtype).cuda()]
     for model in models:
         half = dtype != torch.float32
@@ -543,6 +547,7 @@ def test_only_the_norm_synchronises_with_the_gpu() -> None:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @needs_gpu

@@ -77,7 +77,7 @@ def assert_rows(rows: PackedRows, sentences: list[Tensor]) -> None:
 
 @settings(deadline=None)
 @given(batches)
-def test_every_token_once_in_order(batch: Batch) -> None:
+def test_every_token_is_packed_once_in_order(batch: Batch) -> None:
     packed = batch.packed()
     assert_rows(packed.src, batch.src)
     assert_rows(packed.tgt, batch.prev)
@@ -106,7 +106,7 @@ def test_static_shapes_start_with_the_same_rows(batch: Batch, src: int, tgt: int
 
 @settings(max_examples=60, deadline=None)
 @given(batches, st.integers(0, 200))
-def test_the_remaining_rows_are_padding_sentences_of_nearly_one_length(batch: Batch, more: int) -> None:
+def test_remaining_rows_are_padding_sentences_of_similar_length(batch: Batch, more: int) -> None:
     own, sentences = batch.capacity, batch.shape[0]
     packed = batch.packed_static(Capacity(own.src + more, own.tgt + more, own.padded))
     for rows, n in ((packed.src, batch.src), (packed.tgt, batch.prev)):
@@ -140,13 +140,13 @@ def test_a_capacity_covers_its_batch_with_little_excess(
 
 
 @pytest.mark.parametrize("smaller", ["src", "tgt", "padded"])
-def test_a_capacity_covers_what_is_not_larger_in_any_size(smaller: str) -> None:
+def test_a_capacity_covers_batches_that_are_not_larger_in_any_size(smaller: str) -> None:
     sizes = {"src": 128, "tgt": 192, "padded": 1024}
     capacity, less = Capacity(**sizes), Capacity(**sizes | {smaller: sizes[smaller] - 1})
     assert capacity.covers(capacity) and capacity.covers(less) and not less.covers(capacity)
 
 
-def test_the_decoder_and_the_loss_cost_twice_the_encoder() -> None:
+def test_a_target_token_costs_twice_a_source_token() -> None:
     assert Capacity(src=100, tgt=10, padded=1).cost == 120
 
 

@@ -54,7 +54,7 @@ def test_each_size_is_captured_once_after_one_warm_up(graphs: GraphCache) -> Non
     assert graphs._select(capacity(1000), {}) is first
 
 
-def test_a_batch_that_no_graph_covers_gets_its_own(graphs: GraphCache) -> None:
+def test_a_batch_that_no_graph_covers_is_captured(graphs: GraphCache) -> None:
     large = graphs._select(capacity(1000), {})
     for needed in (capacity(1001), capacity(10, tgt=101), capacity(10, padded=100_001)):
         new = graphs._select(needed, {})

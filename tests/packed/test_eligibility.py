@@ -1,4 +1,7 @@
-"""Which models the fast paths support, and the reasons in the log for the others."""
+"""Which models the fast paths support, and the reasons in the log for the others.
+
+Also tests ``modules/stacks.py``.
+"""
 
 import copy
 from pathlib import Path
@@ -39,7 +42,7 @@ def flat_model(*flags: str, **kwargs: Any) -> Any:
         (*HARD, "--encoder-learned-pos", "--layernorm-embedding", "--encoder-normalize-before"),
     ],
 )
-def test_supported(flags: tuple[str, ...]) -> None:
+def test_supported_models_use_both_fast_paths(flags: tuple[str, ...]) -> None:
     model = flat_model(*flags)
     assert why_not_fused(model) is None
     assert why_not_packed(model) is None
@@ -54,16 +57,16 @@ def test_supported(flags: tuple[str, ...]) -> None:
         (("--adaptive-softmax-cutoff", "20"), "--adaptive-softmax-cutoff"),
     ],
 )
-def test_neither_layers_nor_loss(flags: tuple[str, ...], reason: str) -> None:
+def test_models_without_fused_loss_are_logged_with_the_reason(flags: tuple[str, ...], reason: str) -> None:
     assert why_not_fused(build(*flags)[0]) == reason
 
 
-def test_another_model() -> None:
+def test_models_of_fairseq_are_not_supported() -> None:
     model, _ = build(arch="transformer")
     assert why_not_fused(model) == "TransformerModel is not a model of surface-fusion"
 
 
-def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda: True)
     assert why_not_fused(build(*HARD)[0]) == "--amp"
 
@@ -81,20 +84,20 @@ def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--encoder-layers", "0"), "no layers"),
     ],
 )
-def test_the_loss_only(flags: tuple[str, ...], reason: str) -> None:
+def test_models_with_fused_loss_but_without_packed_layers(flags: tuple[str, ...], reason: str) -> None:
     model = flat_model(*HARD, *flags)
     assert why_not_fused(model) is None
     assert why_not_packed(model) == reason
 
 
-def test_an_optimizer_of_other_parameters() -> None:
+def test_an_optimizer_other_than_flat_adam_is_not_supported() -> None:
     model, _ = build(*HARD)
     assert why_not_packed(model) == "an optimizer that is not flat_adam"
     # fairseq's FP16Optimizer gives its optimizer copies of the parameters.
     assert why_not_packed(model.half()) == "an optimizer that is not flat_adam with --memory-efficient-fp16"
 
 
-def test_frozen_parameters() -> None:
+def test_frozen_parameters_are_not_supported() -> None:
     model, _ = build(*HARD)
     model.encoder.layers[0].fc1.weight.requires_grad_(False)
     flat = FlatParameters.of(p for p in model.parameters() if p.requires_grad)
@@ -103,14 +106,14 @@ def test_frozen_parameters() -> None:
 
 
 @pytest.mark.parametrize("part", ["attn_ln", "c_attn", "ffn_layernorm", "w_resid"])
-def test_a_layer_with_additional_parts(part: str) -> None:
+def test_layers_with_additional_modules_are_not_supported(part: str) -> None:
     """fairseq has these without a flag on the command line."""
     model = flat_model(*HARD)
     setattr(model.decoder.layers[1], part, nn.LayerNorm(16, elementwise_affine=False))
     assert why_not_packed(model) == f"a layer with {part}"
 
 
-def test_a_copied_model() -> None:
+def test_a_copied_model_is_not_supported() -> None:
     """Its parameters are not grouped."""
     model = copy.deepcopy(build(*HARD)[0])
     flat = FlatParameters.of(model.parameters())
@@ -118,7 +121,7 @@ def test_a_copied_model() -> None:
     assert why_not_packed(model) == "parameters that are copies"
 
 
-def test_a_layer_of_another_class() -> None:
+def test_layers_of_another_class_are_not_supported() -> None:
     model = flat_model(*HARD)
     model.encoder.layers[1].__class__ = type("OtherLayer", (type(model.encoder.layers[1]),), {})
     assert why_not_packed(model) == "a layer of type OtherLayer"
@@ -168,7 +171,7 @@ def test_limits_of_the_kernels(
 
 
 @pytest.mark.parametrize("backend", [LegacyDistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_an_updates_last_batch_is_known(tmp_path: Path, backend: Any) -> None:
+def test_no_sync_marks_all_but_the_last_batch_of_an_update(tmp_path: Path, backend: Any) -> None:
     model = nn.Linear(2, 2)
     assert not accumulating(model)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)

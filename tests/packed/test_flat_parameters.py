@@ -1,4 +1,7 @@
-"""Parameters as views of one flat tensor: layout, gradients, and conversions that are refused."""
+"""Parameters as views of one flat tensor: layout, gradients, and conversions that are refused.
+
+Also tests ``packed/gradient_reduction.py``.
+"""
 
 import copy
 import gc
@@ -53,7 +56,7 @@ def backward(model: nn.Module, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_values_stay_and_are_views(model: Attention, dtype: torch.dtype) -> None:
+def test_parameters_keep_their_values_and_become_views(model: Attention, dtype: torch.dtype) -> None:
     model.to(dtype)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     flat = FlatParameters.of(model.parameters())
@@ -128,7 +131,7 @@ def test_making_parameters_flat_twice_gives_the_same_object(model: Attention) ->
     assert fewer is not flat and flat_of(model.q) is fewer and flat_of(model) is None
 
 
-def test_parameters_that_are_not_flat(model: Attention) -> None:
+def test_flat_parameters_of_a_model_that_has_none(model: Attention) -> None:
     assert flat_of(model) is None and flat_of(nn.ReLU()) is None
     flat = FlatParameters.of(model.q.parameters())
     assert flat_of(model) is None
@@ -139,7 +142,7 @@ def test_parameters_that_are_not_flat(model: Attention) -> None:
     assert FlatParameters.of(model.q.parameters()).view(model.q.weight).data_ptr() != address
 
 
-def test_a_model_converted_before_is_made_flat_anew(model: Attention) -> None:
+def test_a_model_whose_dtype_changed_is_made_flat_again(model: Attention) -> None:
     flat = FlatParameters.of(model.parameters())
     model.double()
     assert flat_of(model) is None
@@ -191,7 +194,7 @@ def test_backward_accumulates_into_the_flat_gradient(model: Attention, set_to_no
     assert not flat.grad[gaps(flat)].any()
 
 
-def test_missing_and_replaced_gradients(model: Attention) -> None:
+def test_missing_and_replaced_gradients_are_collected(model: Attention) -> None:
     flat = FlatParameters.of(model.parameters())
     flat.grad[~gaps(flat)] = 1
     model.q.weight.grad = None
@@ -230,7 +233,7 @@ def test_zero_grad_after_a_fast_step(model: Attention, replaced: bool) -> None:
         assert model.q.weight.grad is not None
 
 
-def test_gradients_from_before_are_kept(model: Attention) -> None:
+def test_gradients_from_before_the_conversion_are_kept(model: Attention) -> None:
     backward(model)
     before = [param.grad.clone() for param in model.parameters()]
     FlatParameters.of(model.parameters())
@@ -247,7 +250,7 @@ def test_a_model_converted_afterwards_is_refused(model: Attention, convert) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_norm(dtype: torch.dtype) -> None:
+def test_gradient_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     flat = FlatParameters.of([nn.Parameter(torch.zeros(1000, 999, dtype=dtype))])
     flat.grad[: 1000 * 999] = 100 * torch.randn(1000 * 999)  # squares are beyond fp16
@@ -287,6 +290,7 @@ def two_process_worker(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_on_their_own_and_under_distributed_data_parallel(
     tmp_path: Path, model: Attention
 ) -> None:
@@ -302,7 +306,7 @@ def test_two_processes_on_their_own_and_under_distributed_data_parallel(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu(model: Attention) -> None:
+def test_flat_parameters_on_a_gpu(model: Attention) -> None:
     expected = Attention().cuda().half()
     expected.load_state_dict(model.state_dict())
     flat = FlatParameters.of(model.cuda().half().parameters())

@@ -41,7 +41,7 @@ def seeded(seed: int) -> list[float]:
     return draw()
 
 
-def test_it_is_what_a_run_gives_after_the_seed_and_what_is_drawn_then_too(
+def test_a_prefetched_forward_equals_a_run_under_its_seed(
     prefetch: ForwardPrefetch[Any],
 ) -> None:
     expected, then = seeded(5), draw()
@@ -54,7 +54,7 @@ def test_it_is_what_a_run_gives_after_the_seed_and_what_is_drawn_then_too(
     assert draw() == then
 
 
-def test_it_counts_once(prefetch: ForwardPrefetch[Any]) -> None:
+def test_a_prefetched_forward_is_taken_once(prefetch: ForwardPrefetch[Any]) -> None:
     prefetch.launch(TOKENS, 5, draw)
     torch.manual_seed(5)
     assert prefetch.take(TOKENS) is not None
@@ -62,7 +62,7 @@ def test_it_counts_once(prefetch: ForwardPrefetch[Any]) -> None:
     assert prefetch.take(TOKENS) is None
 
 
-def test_it_is_of_these_tokens_and_no_copy(prefetch: ForwardPrefetch[Any]) -> None:
+def test_other_token_tensors_discard_the_prefetched_forward(prefetch: ForwardPrefetch[Any]) -> None:
     for other in ((TOKENS[0], TOKENS[1].clone()), (TOKENS[0].clone(), TOKENS[1])):
         prefetch.launch(TOKENS, 5, draw)
         torch.manual_seed(5)
@@ -70,7 +70,7 @@ def test_it_is_of_these_tokens_and_no_copy(prefetch: ForwardPrefetch[Any]) -> No
         assert prefetch.take(TOKENS) is None  # another batch has come: it is forgotten
 
 
-def test_not_with_another_seed_or_when_something_was_drawn(prefetch: ForwardPrefetch[Any]) -> None:
+def test_another_random_state_discards_the_prefetched_forward(prefetch: ForwardPrefetch[Any]) -> None:
     prefetch.launch(TOKENS, 5, draw)
     torch.manual_seed(6)
     assert prefetch.take(TOKENS) is None
@@ -81,7 +81,7 @@ def test_not_with_another_seed_or_when_something_was_drawn(prefetch: ForwardPref
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_not_when_the_optimizer_has_stepped(dtype: torch.dtype, model: Any) -> None:
+def test_an_optimizer_step_discards_the_prefetched_forward(dtype: torch.dtype, model: Any) -> None:
     """torch's fused kernel does not say so itself."""
     for plain in (True, False):
         optimizer = FlatAdamUpdate(model.to(dtype).parameters(), 0.1, (0.9, 0.9), 1e-8, 0.0, plain=plain)
@@ -94,7 +94,7 @@ def test_not_when_the_optimizer_has_stepped(dtype: torch.dtype, model: Any) -> N
 
 
 @torch.no_grad()
-def test_not_when_the_parameters_have_changed(
+def test_changed_parameters_discard_the_prefetched_forward(
     prefetch: ForwardPrefetch[Any], flat: FlatParameters, model: Any
 ) -> None:
     one: Tensor = next(model.parameters())
@@ -115,7 +115,7 @@ def test_not_when_the_parameters_have_changed(
     assert prefetch.take(TOKENS) is not None
 
 
-def test_not_when_the_tokens_have_changed(prefetch: ForwardPrefetch[Any]) -> None:
+def test_changed_tokens_discard_the_prefetched_forward(prefetch: ForwardPrefetch[Any]) -> None:
     tokens = tuple(part.clone() for part in TOKENS)
     prefetch.launch(tokens, 5, draw)
     tokens[1].fill_(7)
@@ -123,7 +123,7 @@ def test_not_when_the_tokens_have_changed(prefetch: ForwardPrefetch[Any]) -> Non
     assert prefetch.take(tokens) is None
 
 
-def test_it_is_given_up_after_some_in_a_row_for_nothing(
+def test_prefetching_stops_after_repeated_misses(
     prefetch: ForwardPrefetch[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def use(fitting: bool) -> None:
@@ -141,7 +141,7 @@ def test_it_is_given_up_after_some_in_a_row_for_nothing(
     assert "forward prefetch is off" in caplog.text
 
 
-def test_what_never_comes_is_for_nothing(prefetch: ForwardPrefetch[Any]) -> None:
+def test_forwards_that_are_never_taken_count_as_misses(prefetch: ForwardPrefetch[Any]) -> None:
     for _ in range(MISSES):
         assert prefetch.useful
         prefetch.launch(TOKENS, 5, draw)
@@ -150,7 +150,7 @@ def test_what_never_comes_is_for_nothing(prefetch: ForwardPrefetch[Any]) -> None
     assert prefetch.take(TOKENS) is not None and prefetch.useful  # the last was of use, after all
 
 
-def test_an_error_leaves_the_generator_as_it_was(prefetch: ForwardPrefetch[Any]) -> None:
+def test_an_error_restores_the_random_state(prefetch: ForwardPrefetch[Any]) -> None:
     def fail() -> Any:
         draw()
         raise torch.cuda.OutOfMemoryError("of memory")

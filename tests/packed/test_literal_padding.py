@@ -95,13 +95,13 @@ def assert_as_plain(
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("train", [True, False])
-def test_symbols_within_sentences(place: str, packed: bool, train: bool) -> None:
+def test_special_symbols_within_sentences(place: str, packed: bool, train: bool) -> None:
     assert_as_plain(HARD, collated(place), packed, train)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model(name: str, packed: bool) -> None:
+def test_padding_as_a_word_in_every_model(name: str, packed: bool) -> None:
     assert_as_plain(MODELS[name], collated("both"), packed, train=True)
 
 
@@ -128,7 +128,7 @@ def test_gradients_add_up_with_those_of_packed_batches() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_batch_says_whether_its_target_holds_padding_as_a_word(place: str) -> None:
+def test_batches_whose_target_holds_padding_as_a_word_are_marked(place: str) -> None:
     batch = collated(place)
     holds = any(PAD in words for words in PLACES[place][1].values())
     assert in_target(batch, PAD) is holds
@@ -137,7 +137,7 @@ def test_a_batch_says_whether_its_target_holds_padding_as_a_word(place: str) -> 
     assert in_target(batch, PAD) is holds
 
 
-def test_a_batch_without_a_target_is_left_as_it_is() -> None:
+def test_a_batch_without_a_target_is_not_marked() -> None:
     samples = [{"id": 0, "source": torch.tensor([4, PAD, EOS]), "target": None}]
     batches: list[dict[str, Any]] = [language_pair_dataset.collate(samples, PAD, EOS), {}]
     for sample in batches:
@@ -147,7 +147,7 @@ def test_a_batch_without_a_target_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["hard", "mean", "max", "published max", "transparent", "dlcl", "plain"])
 @pytest.mark.parametrize("place", ["source", "start and end of a source", "other symbols"])
-def test_decoding_is_that_of_the_modules(name: str, place: str) -> None:
+def test_decoding_equals_that_of_the_modules(name: str, place: str) -> None:
     """Token by token, and by beam search."""
     sample = collated(place)
     model = shaken(*MODELS[name]).eval()
@@ -168,7 +168,7 @@ def test_decoding_is_that_of_the_modules(name: str, place: str) -> None:
     assert found[0] == found[1]
 
 
-def test_text_can_hold_the_symbol() -> None:
+def test_fairseq_encodes_the_word_pad_as_the_symbol() -> None:
     """fairseq's dictionary takes the word for the symbol."""
     line = build()[1].target_dictionary.encode_line("w4 <pad> w5", add_if_not_exist=False)
     assert line.tolist() == [4, PAD, 5, EOS]
@@ -186,7 +186,8 @@ def _one_of_two_processes(rank: int, store: str, out: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_only_one_of_two_processes_has_padding_as_a_word(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_of_two_processes_has_padding_as_a_word(tmp_path: Path) -> None:
     """Both communicate alike: the gradient is the mean of both batches'."""
     torch.multiprocessing.spawn(_one_of_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     reference = shaken(*HARD).double().train()

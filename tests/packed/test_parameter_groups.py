@@ -14,7 +14,7 @@ LAYER_DROP = ("--encoder-layerdrop", "0.9", "--decoder-layerdrop", "0.9")
 
 
 @pytest.mark.parametrize("flags", [(), ATT, NARROW, LAYER_WISE, LAYER_DROP])
-def test_projections_of_the_same_rows_are_one_matrix(flags: tuple[str, ...]) -> None:
+def test_projections_of_the_same_input_are_one_matrix(flags: tuple[str, ...]) -> None:
     model, _ = build(*flags)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     flat = FlatParameters.of(model.parameters())
@@ -47,14 +47,14 @@ def test_projections_of_the_same_rows_are_one_matrix(flags: tuple[str, ...]) -> 
     assert all(after[name].equal(x) for name, x in before.items())
 
 
-def test_projections_of_other_rows_are_not_grouped() -> None:
+def test_projections_of_different_inputs_are_not_grouped() -> None:
     model, _ = build(*ATT)
     grouped = {name for name, p in model.named_parameters() if hasattr(p, "flat_group")}
     assert all(".self_attn." in n or "encoder_attn.k" in n or "encoder_attn.v" in n for n in grouped)
     assert not any("out_proj" in n or "sf_attn" in n or "fc" in n or "embed" in n for n in grouped)
 
 
-def test_a_decoder_without_attention_to_the_encoder() -> None:
+def test_a_decoder_without_cross_attention_has_no_memory_group() -> None:
     model, _ = build("--no-cross-attention")
     flat = FlatParameters.of(model.parameters())
     with pytest.raises(KeyError):

@@ -1,4 +1,7 @@
-"""A training step on packed rows: gradients in the flat buffer, and CUDA graphs."""
+"""A training step on packed rows: gradients in the flat buffer, and CUDA graphs.
+
+Also tests ``packed/forward_backward.py``.
+"""
 
 import gc
 from typing import Any
@@ -83,7 +86,7 @@ def test_processes_average_the_gradient_after_the_last_backward(
     assert all(gradient.equal(flat.grad) and gradient.any() for gradient in averaged)
 
 
-def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
+def test_a_loss_of_zero_gives_a_gradient_of_zero(model: Any) -> None:
     """fairseq's dummy batches: ``loss *= 0``, in place, then backward as in the other processes."""
     step = step_of(model)
     step.packed.flat.zero_grad()
@@ -94,7 +97,7 @@ def test_a_loss_of_zero_is_a_gradient_of_zero(model: Any) -> None:
     assert not step.packed.flat.grad.any()
 
 
-def test_evaluation_draws_nothing_and_leaves_no_gradient(model: Any) -> None:
+def test_evaluation_draws_no_random_numbers_and_keeps_the_gradient(model: Any) -> None:
     dropped = shaken(*HARD, "--dropout", "0.5").to(DTYPE)
     step = step_of(dropped)
     step.packed.flat.grad.fill_(1)
@@ -107,7 +110,7 @@ def test_evaluation_draws_nothing_and_leaves_no_gradient(model: Any) -> None:
     assert not step.train(SAMPLES[0]).loss.isclose(expected)  # dropout is back
 
 
-def test_ignored_prefix(model: Any) -> None:
+def test_ignored_prefix_equals_fairseqs_loss(model: Any) -> None:
     sample = SAMPLES[0]
     expected = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1, ignore_prefix_size=2)(model, sample)[0]
     torch.testing.assert_close(step_of(model, 2).train(sample).loss, expected, rtol=1e-6, atol=0)

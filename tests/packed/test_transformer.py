@@ -1,4 +1,7 @@
-"""Values and gradients of the packed forward against those of the modules."""
+"""Values and gradients of the packed forward equal those of the modules.
+
+Also tests ``packed/layers.py``.
+"""
 
 from typing import Any
 
@@ -134,13 +137,15 @@ def test_values_and_gradients_equal_the_modules(name: str, static: bool) -> None
 
 
 @starts_the_interpreter
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
     """A few models by the kernels."""
     same = f"{__file__}::{test_values_and_gradients_equal_the_modules.__name__}"
     models = ("True-hard", "False-learned gate", "True-max", "True-pre-norm, no final norm", "False-gelu")
     dropout = [test_dropout_follows_torchs_seed, test_surface_and_input_share_one_dropout_mask]
     assert_passes_in_the_interpreter(
-        *(f"{same}[{model}]" for model in models), *(f"{__file__}::{test.__name__}" for test in dropout)
+        pytestconfig,
+        *(f"{same}[{model}]" for model in models),
+        *(f"{__file__}::{test.__name__}" for test in dropout),
     )
 
 
@@ -258,7 +263,7 @@ def test_a_capacity_longer_than_the_table_of_positions() -> None:
     torch.testing.assert_close(got[: len(want)], want, rtol=1e-5, atol=TOLERANCE)
 
 
-def test_parameters_are_leaves_once() -> None:
+def test_each_parameter_is_one_leaf() -> None:
     packed = packed_of(shaken(*ATT).to(DTYPE))
     for _ in range(2):
         features(packed, packed_batch(batch()))

@@ -14,6 +14,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 import kill_training  # noqa: E402
 
 
+@pytest.mark.slow
 def test_trainings_that_are_killed_end_as_the_one_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "kills.csv"
     limits = ("--kills", "5", "--saving", "1", "--commands", "0")

@@ -18,6 +18,8 @@ from sacrebleu.metrics.bleu import BLEU
 
 from tests.helpers.published_commands import FAST, GENERATE, TRAIN, flags
 
+pytestmark = pytest.mark.slow
+
 CLONE = Path(__file__).parents[2]
 TEXT = CLONE / "tests/data/enro"
 SCRIPTS = CLONE / "scripts/wmt16_enro"

@@ -64,7 +64,7 @@ def test_an_interpolation_follows_the_value_that_it_names() -> None:
     assert root.task.impl == "raw"
 
 
-def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
+def test_a_cached_configuration_behaves_as_omegaconfs(cfg: DictConfig) -> None:
     before = OmegaConf.to_container(cfg)
     cache_lookups(cfg)
     _ = cfg.common.seed, cfg.dataset.max_tokens, cfg.optimization.lr
@@ -75,6 +75,6 @@ def test_it_is_a_configuration_still(cfg: DictConfig) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {"a": 1}, object()])
-def test_other_types_are_left_alone(value: object) -> None:
+def test_other_types_are_not_wrapped(value: object) -> None:
     cache_lookups(value)
     assert type(value) is not CachedConfig

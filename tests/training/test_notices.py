@@ -26,7 +26,7 @@ def said(flags: tuple[str, ...], kind: Any, optimizer: str | None = "adam") -> l
 
 
 @pytest.mark.parametrize("flags", [HARD, ATT, ("--surfacefusion", "mean", "--sf-gate", "0.8")])
-def test_hard_fusion_is_not_to_be_compared(flags: tuple[str, ...]) -> None:
+def test_hard_fusion_logs_that_its_losses_are_not_comparable(flags: tuple[str, ...]) -> None:
     [(level, text)] = said(flags, FusedLabelSmoothedCrossEntropyCriterion)
     assert level == logging.INFO and "compare normalized_nll_loss (bits per token)" in text
     [(level, text)] = said(flags, LabelSmoothedCrossEntropyCriterion)
@@ -34,7 +34,7 @@ def test_hard_fusion_is_not_to_be_compared(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), (*HARD, "--sf-renormalize"), (*ATT, "--sf-mode", "soft")])
-def test_distributions_are(flags: tuple[str, ...]) -> None:
+def test_normalised_modes_log_no_notice(flags: tuple[str, ...]) -> None:
     assert not said(flags, FusedLabelSmoothedCrossEntropyCriterion)
     assert not said(flags, LabelSmoothedCrossEntropyCriterion)
 
@@ -48,7 +48,7 @@ def test_layerdrop_with_flat_adam_differs_from_adam(stack: str) -> None:
     assert not said((), LabelSmoothedCrossEntropyCriterion, "flat_adam")
 
 
-def test_a_validation_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_validation_logs_the_notice_once(caplog: pytest.LogCaptureFixture) -> None:
     model, task = build(*HARD)
     step = log_before_first_batch(lambda task, sample, model, criterion: sample)
     criterion = LabelSmoothedCrossEntropyCriterion(task, False, 0.1)

@@ -1,13 +1,16 @@
-"""Trainings with forward prefetch equal those without."""
+"""Trainings with forward prefetch equal those without.
+
+Tests ``training/trainer.py`` with ``packed/forward_prefetch.py``.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fairseq.data.iterators import BufferedIterator
 from fairseq.trainer import Trainer
 
 from surface_fusion.packed.batch import pack
@@ -27,7 +30,7 @@ SIZES = (
 
 
 class Eager:
-    """Takes the place of CUDA graphs, which prefetch needs, on a CPU."""
+    """Runs the step directly on a CPU, in place of the captured graphs that prefetch needs."""
 
     def __init__(self, step: PackedStep) -> None:
         self.step = step
@@ -107,9 +110,10 @@ def clamp(trainer: Any) -> None:
             parameter.clamp_(-0.05, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_freq", [1, 3])
 @pytest.mark.parametrize("between", [lambda trainer: None, validate])
-def test_a_training_is_the_same(
+def test_a_training_with_prefetch_equals_one_without(
     data: Path,
     eager: None,
     taken: list[bool],
@@ -129,7 +133,8 @@ def test_a_training_is_the_same(
     assert not any(taken)
 
 
-def test_parameters_that_change_between_updates(
+@pytest.mark.slow
+def test_a_training_whose_parameters_change_between_updates(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[int] = []
@@ -142,7 +147,7 @@ def test_parameters_that_change_between_updates(
     assert train(data, between=clamp) == got
 
 
-def test_an_update_that_overflows(
+def test_a_training_with_an_overflow(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is begun after it, and the next has the same seed."""
@@ -201,8 +206,9 @@ def other(samples: list[Any]) -> list[Any]:
     return [dict(samples[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [reverse, reverse_in_place, fewer, other])
-def test_a_batch_that_was_changed_meanwhile(
+def test_a_changed_batch_is_not_taken_from_the_prefetch(
     data: Path,
     eager: None,
     copied: None,
@@ -219,7 +225,8 @@ def test_a_batch_that_was_changed_meanwhile(
     assert train(data, given=given) == got
 
 
-def test_another_batch_than_the_next(
+@pytest.mark.slow
+def test_a_batch_other_than_the_next_is_not_taken_from_the_prefetch(
     data: Path, eager: None, copied: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
@@ -271,21 +278,44 @@ def test_a_batch_without_a_captured_graph_is_not_prefetched(
     assert train(data) == got
 
 
-class WaitingBuffer:
-    """A data buffer in which these batches wait."""
+class FailingBatches:
+    """A data loader that cannot read its second batch."""
 
-    def __init__(self, *batches: Any) -> None:
-        self._queue = SimpleNamespace(queue=batches)
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        yield {"id": 1}
+        raise OSError("not readable")
 
 
-@pytest.mark.parametrize("waiting", [(), (None,), ({},), (StopIteration(),)])
-def test_nothing_is_prefetched_where_no_batch_waits(data: Path, waiting: tuple[Any, ...]) -> None:
-    """An empty buffer, an epoch's end, a dummy, an error."""
+def filled_buffer(batches: Any) -> BufferedIterator:
+    """fairseq's buffer over *batches* after it returned the first one and its thread has read the rest."""
+    buffer = BufferedIterator(9, batches)
+    next(buffer)
+    buffer._consumer.join(timeout=60)
+    assert len(buffer._queue.queue) > 0
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "make_buffer",
+    [
+        lambda: BufferedIterator(9, []),
+        lambda: filled_buffer([{"id": 1}]),
+        lambda: filled_buffer([{"id": 1}, {}]),
+        lambda: filled_buffer(FailingBatches()),
+    ],
+    ids=["empty buffer", "end of the epoch", "dummy batch", "error"],
+)
+def test_nothing_is_prefetched_if_the_buffer_holds_no_batch(
+    data: Path, make_buffer: Callable[[], BufferedIterator]
+) -> None:
     trainer = build_trainer(data, *FLAGS)
     trainer.train_step(next(iter(batches_of(trainer))))
     step = trainer.get_criterion().packed_step(trainer.model)
     step.prefetch = lambda sample, seed: pytest.fail("no batch waits")
-    trainer._buffer = WaitingBuffer(*waiting)
+    trainer._buffer = make_buffer()
     trainer._launch_next_forward(3)
     assert trainer._prefetched is None
 
@@ -323,7 +353,7 @@ def test_other_criteria_and_a_cpu_prefetch_nothing(data: Path, taken: list[bool]
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [(), ("--fp16",), ("--bf16",)])
-def test_on_a_gpu(
+def test_a_training_with_prefetch_on_a_gpu(
     data: Path, taken: list[bool], monkeypatch: pytest.MonkeyPatch, dtype: tuple[str, ...]
 ) -> None:
     """In graphs. With parameters that stay, losses are the same to the bit, so dropout, too."""

@@ -23,7 +23,7 @@ def test_settings_of_trainer_task_and_schedule_are_cached(data: Path) -> None:
     assert all(type(section) is CachedConfig for section in (*sections, trainer.lr_scheduler.cfg))
 
 
-def test_the_seed_is_fairseqs(data: Path) -> None:
+def test_the_seed_of_an_update_is_fairseqs(data: Path) -> None:
     trainer = build_trainer(data, "--seed", 5)
     trainer.set_num_updates(3)
     set_torch_seed(5 + 3)
@@ -57,7 +57,7 @@ def test_dummy_batches_of_the_last_update_are_left_out(data: Path) -> None:
     assert losses[0] == losses[1] and sizes[0] == sizes[1] > 0
 
 
-def test_an_update_of_dummies_alone_is_fairseqs(data: Path) -> None:
+def test_an_update_of_dummy_batches_alone_equals_fairseqs(data: Path) -> None:
     trainer = build_trainer(data, *PACKED)
     next(iter(batches_of(trainer)))
     before = [p.clone() for p in trainer.model.parameters()]
@@ -143,6 +143,7 @@ def train_with_norms(rank: int, data: str, case: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["equal", "validation"])
 def test_equal_norms_raise_nothing(results: dict[str, list[dict[str, Any]]], case: str) -> None:
     first, second = results[case]
@@ -151,6 +152,7 @@ def test_equal_norms_raise_nothing(results: dict[str, list[dict[str, Any]]], cas
     assert first["compared at once"] == []  # they were compared with the statistics of the next update
 
 
+@pytest.mark.slow
 def test_different_norms_are_reported_before_the_weights_change_again(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -160,12 +162,14 @@ def test_different_norms_are_reported_before_the_weights_change_again(
         assert "gradient norms of the previous update differ between processes" in message
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_process_only_is_reported(results: dict[str, list[dict[str, Any]]]) -> None:
     for result in results["overflow in one process"]:
         [(_, message)] = result["errors"]
         assert "-1.0" in message
 
 
+@pytest.mark.slow
 def test_without_overlapped_statistics_fairseq_compares_at_once(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -173,6 +177,7 @@ def test_without_overlapped_statistics_fairseq_compares_at_once(
         assert result["errors"] == [] and result["compared at once"] == result["norms"]
 
 
+@pytest.mark.slow
 def test_a_validation_leaves_the_norm_for_the_next_update(results: dict[str, list[dict[str, Any]]]) -> None:
     first, second = results["validation"]
     assert first["loss"] == second["loss"] > 0
@@ -192,7 +197,7 @@ def test_statistics_are_expected_only_where_fairseq_sums_them(data: Path) -> Non
 # -- tasks with steps of their own ------------------------------------------------------------------
 
 
-def test_tasks_that_train_in_their_own_way_are_recognised(data: Path) -> None:
+def test_tasks_with_their_own_train_step_are_recognised(data: Path) -> None:
     trainer = build_trainer(data)
     assert trainer._runs_fairseqs_steps()
     task = type(trainer.task)

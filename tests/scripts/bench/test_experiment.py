@@ -15,6 +15,8 @@ from surface_fusion.analysis.loaded import Loaded
 from tests.helpers.tiny import SHARED, shaken
 from tests.scripts.bench.conftest import script
 
+pytestmark = pytest.mark.slow
+
 
 def test_methods_from_raw_text(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]

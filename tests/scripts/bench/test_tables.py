@@ -165,6 +165,7 @@ def test_plain_and_fast_loss_are_one_number_in_hard_mode() -> None:
     assert fast.item() == pytest.approx(plain.item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_trainings_in_two_processes(run: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "train.csv"
     run("train", "--quick", "--cpu", "--contender", "fast", "--gpus", 2, "-o", out)
@@ -176,6 +177,7 @@ def test_trainings_in_two_processes(run: Callable[..., None], tmp_path: Path) ->
     assert len({r.run for r in rows}) == 1
 
 
+@pytest.mark.slow
 def test_curves_of_fast_and_plain_do_not_part_at_once(run: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "curves.csv"
     run("curves", "--quick", "--cpu", "-o", out)
@@ -189,6 +191,7 @@ def test_curves_of_fast_and_plain_do_not_part_at_once(run: Callable[..., None], 
     assert all(r.value < 1e-5 for r in rows)
 
 
+@pytest.mark.slow
 def test_bleu_of_each_path_and_seed(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +203,7 @@ def test_bleu_of_each_path_and_seed(
     assert "nrefs:1|case:mixed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_tables_and_their_picture(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +230,7 @@ def test_all_tables_and_their_picture(
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_the_profile_accounts_for_an_update(run: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "profile.csv"
     run("step_profile", "--quick", "--cpu", "--contender", "fast", "-o", out)

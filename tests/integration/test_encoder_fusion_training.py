@@ -10,6 +10,8 @@ import torch
 from surface_fusion.cli.main import main
 from tests.helpers.small_training import OPTIMISER, PREPROCESS, SIZES
 
+pytestmark = pytest.mark.slow
+
 MODEL = ("-a", "transformer_surface_fusion", *SIZES, "--encoder-layers", 2)
 FAST = ("--optimizer", "flat_adam", "--criterion", "fused_label_smoothed_cross_entropy")
 QUICK = ("--max-update", 6, "--log-interval", 3, "--disable-validation", "--no-epoch-checkpoints")

@@ -1,4 +1,7 @@
-"""Every method in a model: padding, decoding token by token, the fast paths, gradients, checkpoints."""
+"""Every method in a model: padding, incremental decoding, the fast paths, gradients, checkpoints.
+
+Tests ``config/from_config.py``.
+"""
 
 import logging
 from typing import Any
@@ -60,7 +63,7 @@ def different(one: Any, other: Any) -> bool:
 
 
 @each_method
-def test_it_does_something(name: str) -> None:
+def test_each_method_changes_the_output(name: str) -> None:
     """With the plain Transformer's parameters the result is another."""
     plain = shaken(SHARED)
     fused = shaken("--encoder-fusion", name, SHARED)
@@ -72,7 +75,7 @@ def test_it_does_something(name: str) -> None:
 
 @each_method
 @variants
-def test_padding_changes_nothing(name: str, variant: str) -> None:
+def test_padding_does_not_change_the_output(name: str, variant: str) -> None:
     model = shaken(*flags_of(name, variant))
     short = log_probs(model, batch(extra_src=0))
     torch.testing.assert_close(log_probs(model, batch(extra_src=3)), short, atol=1e-5, rtol=1e-5)
@@ -102,7 +105,7 @@ def test_every_parameter_is_trained(name: str, variant: str) -> None:
 
 @each_method
 @variants
-def test_the_fast_step(name: str, variant: str) -> None:
+def test_the_packed_step_equals_the_modules(name: str, variant: str) -> None:
     """Loss and gradients on packed rows are the modules'."""
     model = shaken(*flags_of(name, variant))
     sample = batch()
@@ -128,7 +131,7 @@ def test_the_fast_step(name: str, variant: str) -> None:
 
 
 @each_method
-def test_checkpointed_activations(name: str) -> None:
+def test_activation_checkpointing_changes_no_gradient(name: str) -> None:
     flags = flags_of(name, "surface")
     expected = gradients(shaken(*flags), batch())
     model = shaken(*flags, "--checkpoint-activations")
@@ -149,7 +152,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 @each_method
-def test_a_checkpoint_of_its_own(name: str) -> None:
+def test_a_checkpoint_of_the_same_method_loads(name: str) -> None:
     model = shaken(*flags_of(name, "surface"))
     again, _ = build(*flags_of(name, "surface"), seed=5)
     again.load_state_dict(model.state_dict(), strict=True)
@@ -169,7 +172,7 @@ def test_a_checkpoint_of_its_own(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_plain_checkpoint_goes_on_as_plain(
+def test_a_plain_checkpoint_starts_as_the_plain_model(
     flags: tuple[str, ...], exact: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     norms = PRE_NORM if PRE_NORM[0] in flags else ()
@@ -212,12 +215,12 @@ def test_another_methods_checkpoint_is_refused() -> None:
     ],
     ids=str,
 )
-def test_bad_flags_are_named(flags: tuple[str, ...], text: str) -> None:
+def test_invalid_flags_are_named(flags: tuple[str, ...], text: str) -> None:
     with pytest.raises(SurfaceFusionError, match=text):
         build("--encoder-fusion", *flags)
 
 
-def test_extra_layers_are_layers() -> None:
+def test_extra_layers_are_transformer_layers() -> None:
     model = shaken("--encoder-fusion", "extra-layers", "--extra-encoder-layers", "3", SHARED)
     deeper = shaken("--encoder-layers", "5", SHARED)
     assert model.state_dict().keys() == deeper.state_dict().keys()
@@ -225,7 +228,7 @@ def test_extra_layers_are_layers() -> None:
     assert torch.equal(log_probs(model, batch()), log_probs(deeper, batch()))
 
 
-def test_layerdrop_keeps_the_depths() -> None:
+def test_layerdrop_keeps_one_state_for_each_layer() -> None:
     """A dropped layer is a pass-through, so that each depth has its own weight in every step."""
     flags = ("--encoder-layerdrop", "0.5", "--decoder-layerdrop", "0.5")
     for name in ("dlcl", "concat", "transparent"):
@@ -247,7 +250,7 @@ def test_layerdrop_ends_with_training(name: str, stack: str) -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_the_published_spelling_is_merged(caplog: pytest.LogCaptureFixture) -> None:
+def test_published_flags_are_merged_with_encoder_fusion(caplog: pytest.LogCaptureFixture) -> None:
     both = ("--encoder-fusion", "transparent", "--transparent-attention")
     cfg = build(*both, "--ta-source-embedding", "--layer-wise-attention")[0].cfg
     assert (cfg.encoder_fusion, cfg.encoder_fusion_embedding) == ("transparent", True)
@@ -287,7 +290,7 @@ def test_the_embedding_is_dropped_out_once(posedemb: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("one", ["concat", "routing"])
-def test_methods_with_one_matrix_are_told_apart(one: str) -> None:
+def test_checkpoints_of_methods_with_one_matrix_are_distinguished(one: str) -> None:
     other = {"concat": "routing", "routing": "concat"}[one]
     state = shaken("--encoder-fusion", one, SHARED).state_dict()
     model, _ = build("--encoder-fusion", other, SHARED)
@@ -304,7 +307,7 @@ def test_extra_layers_without_feed_forward_start_as_plain() -> None:
 
 
 @each_method
-def test_pruning_leaves_no_layer_out_that_a_parameter_is_for(name: str) -> None:
+def test_pruning_is_refused_by_methods_with_parameters_for_each_layer(name: str) -> None:
     flags = ("--encoder-fusion", name, "--encoder-layers-to-keep", "0")
     if name in ("average", "representation", "lstm"):
         assert build(*flags)[0].cfg.encoder.layers == 1

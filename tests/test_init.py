@@ -1,4 +1,7 @@
-"""What `import surface_fusion` imports and when it registers, each in a process of its own."""
+"""What ``import surface_fusion`` imports and when it registers the model, each in its own process.
+
+Also tests ``model.py``, ``version.py`` and ``errors.py``.
+"""
 
 import subprocess
 import sys
@@ -49,7 +52,7 @@ def test_the_package_alone_imports_neither_torch_nor_fairseq() -> None:
     )
 
 
-def test_what_needs_no_fairseq_works_without() -> None:
+def test_modules_that_need_no_fairseq_import_without_it() -> None:
     run(
         FORBID_FAIRSEQ
         + """
@@ -75,6 +78,21 @@ else:
     )
 
 
+def test_the_deprecated_path_of_the_model_warns() -> None:
+    run(
+        """
+import warnings
+from surface_fusion import SurfaceFusionModel
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from surface_fusion.model import SurfaceFusionModel as from_old_path
+assert from_old_path is SurfaceFusionModel
+assert ["surface_fusion.model is deprecated" in str(w.message) for w in caught] == [True]
+"""
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
@@ -88,11 +106,11 @@ else:
         "from surface_fusion.decoding.eligibility import why_not_fast",
     ],
 )
-def test_it_is_registered_whatever_is_imported_first(first: str) -> None:
+def test_the_model_is_registered_in_any_order_of_imports(first: str) -> None:
     run(first + IS_REGISTERED)
 
 
-def test_it_can_be_registered_twice_and_leaves_the_root_logger_alone() -> None:
+def test_a_second_registration_is_harmless() -> None:
     twice = "import logging, surface_fusion; surface_fusion.register(); surface_fusion.register()"
     run(f"{twice}\nassert not logging.getLogger().handlers{IS_REGISTERED}")
 

@@ -1,4 +1,7 @@
-"""Run fairseq's commands as verbs, in this process and with this package loaded."""
+"""Run fairseq's commands as verbs, with this package loaded, and the flags that all verbs share.
+
+The commands run in this process.
+"""
 
 import argparse
 import contextlib

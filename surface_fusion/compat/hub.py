@@ -1,4 +1,4 @@
-"""Return one result per input line, in input order."""
+"""Return one result per input line, in input order. ``interactive.py`` uses these functions, too."""
 
 import logging
 import math

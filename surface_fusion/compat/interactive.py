@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +12,12 @@ from fairseq.tasks.translation import TranslationTask
 from fairseq_cli import interactive
 from torch import Tensor
 
-from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, position_limit
+from surface_fusion.compat.hub import empty_hypothesis, left_empty, position_limit
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import iterate_lines
+
+logger = logging.getLogger(__name__)
 
 
 class _Lines(list[str]):

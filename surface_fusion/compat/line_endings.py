@@ -1,6 +1,7 @@
 """Split text files into lines at line feeds only; a carriage return within a line is a space.
 
-fairseq also splits at a lone carriage return, which misaligns the parallel text.
+fairseq also splits at a lone carriage return, which misaligns the parallel text. Errors name the line that is
+not UTF-8, and byte order marks are skipped.
 """
 
 from collections.abc import Callable, Iterator

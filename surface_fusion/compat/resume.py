@@ -1,4 +1,4 @@
-"""Resume a training with the data that the interrupted one would have read (fs 781, 5387, 848).
+"""Resume with the batches and schedule of the interrupted training (fairseq issues 781 and 3638).
 
 If the state of the checkpoint does not fit the training, the error names fairseq's flag to reset it.
 """

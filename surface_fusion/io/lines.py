@@ -1,4 +1,4 @@
-"""Read text line by line; the whole package uses these functions.
+"""Read UTF-8 lines that end at line feeds only.
 
 A line ends with a line feed, optionally preceded by a carriage return. No other character ends a line: not a
 lone carriage return, nor VT, FF, FS, GS, RS, U+0085, U+2028 or U+2029, at which ``str.splitlines`` or

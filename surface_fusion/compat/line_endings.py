@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fairseq.file_chunker_utils import ChunkLineIterator
 
-from surface_fusion.io.lines import not_text, read_lines
+from surface_fusion.io.lines import not_utf8_error, read_lines
 
 
 def find_line_feeds(find_offsets: Callable[..., Any], filename: str, num_chunks: int) -> list[int]:
@@ -44,7 +44,7 @@ def decode_lines(iterate: Callable[..., Any], chunk: Any) -> Iterator[str]:
             yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
         except UnicodeDecodeError as error:
             file.seek(0)
-            raise not_text(file.name, 1 + file.read(offset).count(b"\n"), error) from error
+            raise not_utf8_error(file.name, 1 + file.read(offset).count(b"\n"), error) from error
         offset += len(line)
 
 

@@ -35,7 +35,7 @@ from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.ops.precision import at_least_float32
 from surface_fusion.packed.eligibility import (
-    accumulating,
+    more_batches_follow,
     unwrapped,
     why_not_fused,
     why_not_packed,
@@ -165,7 +165,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return LossPath(step), f"batches without padding, {device}"
 
     def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        return step.train(sample, last=not accumulating(model), before_last=self.statistics.start)
+        return step.train(
+            sample, last_of_update=not more_batches_follow(model), before_last_backward=self.statistics.start
+        )
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         features = model(**sample["net_input"], features_only=True)[0]

@@ -1,4 +1,4 @@
-"""Base class of methods inside a stack: each layer reads a combination of all outputs before it.
+"""Layer combination, the base of methods inside a stack: each layer reads a combination of earlier outputs.
 
 With y_0 the stack's input and y_l the output of layer l, layer l + 1 reads ``x_{l+1} = combine(y_0 ...
 y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. With

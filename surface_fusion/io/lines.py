@@ -31,7 +31,7 @@ def split_lines(text: str) -> list[str]:
     return [without_line_end(line) for line in file]
 
 
-def not_text(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionError:
+def not_utf8_error(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionError:
     """Return the error for the file *name* whose line number *line* is not UTF-8."""
     return SurfaceFusionError(
         f"{name} is not UTF-8 text: {error.reason} at byte {error.start + 1} of line {line}; convert the "
@@ -51,7 +51,7 @@ def read_lines(path: str | Path) -> list[str]:
             try:
                 lines.append(without_line_end(line.decode("utf-8-sig" if number == 1 else "utf-8")))
             except UnicodeDecodeError as error:
-                raise not_text(str(path), number, error) from error
+                raise not_utf8_error(str(path), number, error) from error
     return lines
 
 

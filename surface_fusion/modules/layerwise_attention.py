@@ -1,6 +1,6 @@
 """Decoder layers that attend to their own slice of the encoder's output channels.
 
-With ``--layer-wise-attention`` slice i is the output of encoder layer i. With ``--encoder-fusion transparent``
+With ``--layer-wise-attention`` slice i is the output of encoder layer i. For ``--encoder-fusion transparent``
 or ``fine-grained`` it is the mix for decoder layer i, which ``encoder_fusion/layer_attention.py`` computes.
 
 The encoder returns all slices concatenated on the channel axis, S x B x (L C); fairseq's beam search reorders

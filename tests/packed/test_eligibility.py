@@ -11,7 +11,7 @@ from fairseq.distributed.legacy_distributed_data_parallel import LegacyDistribut
 from torch import nn
 
 from surface_fusion.packed import eligibility
-from surface_fusion.packed.eligibility import accumulating, unwrapped, why_not_fused, why_not_packed
+from surface_fusion.packed.eligibility import more_batches_follow, unwrapped, why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import build
 
@@ -169,13 +169,13 @@ def test_limits_of_the_kernels(
 @pytest.mark.parametrize("backend", [LegacyDistributedDataParallel, nn.parallel.DistributedDataParallel])
 def test_an_updates_last_batch_is_known(tmp_path: Path, backend: Any) -> None:
     model = nn.Linear(2, 2)
-    assert not accumulating(model)
+    assert not more_batches_follow(model)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapper = ModuleProxyWrapper(backend(model, process_group=torch.distributed.group.WORLD))
-        assert not accumulating(wrapper)
+        assert not more_batches_follow(wrapper)
         with wrapper.no_sync():
-            assert accumulating(wrapper)
-        assert not accumulating(wrapper)
+            assert more_batches_follow(wrapper)
+        assert not more_batches_follow(wrapper)
     finally:
         torch.distributed.destroy_process_group()

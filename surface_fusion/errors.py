@@ -1,4 +1,4 @@
-"""The exception for mistakes of the user, and the length of its texts."""
+"""The exception for user errors, and a function that shortens text in its messages."""
 
 
 class SurfaceFusionError(ValueError):

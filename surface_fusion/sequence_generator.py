@@ -1,9 +1,9 @@
-"""fairseq's sequence generators, with plain beam search on the GPU for models of this package.
+"""fairseq's sequence generators, with beam search on the model's device for models of this package.
 
-fairseq's search loop takes more time on the host than a fast decoding step takes on the GPU: of 4.1 ms per
-step for 128 sentences with a beam of 4 (H200), the GPU was busy for 1.3 ms. Plain beam search with a single
-model runs in ``decoding/beam_search.py`` instead and returns the same hypotheses. Whatever else is requested
-(sampling, constraints, prefixes, ensembles, ...) runs in fairseq's loop.
+fairseq's search loop takes more time on the host than a fast decoding step takes on the GPU (numbers:
+``decoding/beam_search.py``). Plain beam search with a single model runs in that module instead and returns
+the same hypotheses. Whatever else is requested (sampling, constraints, prefixes, ensembles, ...) runs in
+fairseq's loop.
 
 :mod:`surface_fusion.hooks` lets ``FairseqTask.build_generator`` choose these classes. Tasks that override it
 without calling ``super()``, such as ``translation_from_pretrained_bart``, and callers that construct

@@ -11,9 +11,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "repairs.md"
 HEAD = f"""# Repairs of fairseq
 
 fairseq is no longer released. When this package is imported, it wraps the functions of fairseq in the first
-column, for all models and commands. Each fault was seen in {FAIRSEQ_VERSIONS};
-"fs" is an issue of facebookresearch/fairseq. A test runs plain fairseq and fails when a fault is gone; the
-repair can then be removed.
+column, for all models and commands (that of --model-overrides acts on models of this package only). Each
+fault was seen in {FAIRSEQ_VERSIONS}; "fs 5610" is issue 5610 of
+facebookresearch/fairseq. A test runs plain fairseq and fails when a fault is gone; the repair can then be
+removed.
 
 The import also registers the classes in fairseq's checkpoints with torch's safe unpickler (fs 5610), and
 ignores warnings that users cannot act on. `scripts/docs/repairs.py` writes this page from the table in

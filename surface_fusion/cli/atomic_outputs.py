@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from surface_fusion.compat.patching import replaced
-from surface_fusion.io.atomic_write import FULL, WriteError, atomic_write
+from surface_fusion.io.atomic_write import NO_SPACE, WriteError, atomic_write
 
 LOG = "preprocess.log"
 
@@ -64,7 +64,7 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         _close_logs(logger, args.destdir)
         _move(args.destdir, destdir)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in NO_SPACE:
             raise
         raise WriteError(destdir, error) from error
     finally:

@@ -1,4 +1,7 @@
-"""Run fairseq's commands as verbs, in this process and with this package loaded."""
+"""Run fairseq's commands as verbs, with this package loaded, and the flags that all verbs share.
+
+The commands run in this process.
+"""
 
 import argparse
 import contextlib
@@ -99,8 +102,8 @@ def run(verb: str, argv: Sequence[str]) -> None:
     fairseq_argv = [*spec.defaults, *fairseq_argv]
     set_up = functools.partial(set_up_logging, verb, spec.log_to, args.show_config)
     with contextlib.ExitStack() as replacements:
-        replace = replacements.enter_context
-        replace(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
+        enter = replacements.enter_context
+        enter(replaced(argparse.ArgumentParser, "error", user_errors.refuse))
         if args.help:
             print_help(verb, fairseq_argv)
             return
@@ -108,25 +111,25 @@ def run(verb: str, argv: Sequence[str]) -> None:
         if spec.loads_checkpoint and verb != "train" and not has_path:
             raise SurfaceFusionError("no checkpoint given; add --path CHECKPOINT")
         set_up()
-        replace(replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *fairseq_argv]))
-        replace(trusted_checkpoints(getattr(args, "trust_checkpoint", False)))
+        enter(replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *fairseq_argv]))
+        enter(trusted_checkpoints(getattr(args, "trust_checkpoint", False)))
         if verb in ("generate", "interactive"):
-            replace(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, fairseq_argv)))
+            enter(replaced(tasks, "setup_task", with_hint(tasks.setup_task, verb, fairseq_argv)))
         if verb == "validate":
-            replace(replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step)))
+            enter(replaced(FairseqTask, "valid_step", log_before_first_batch(FairseqTask.valid_step)))
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
             check_config(cfg)
-            fairseqs_call_main(cfg, _Main(set_up, main), **kwargs)
+            fairseqs_call_main(cfg, _SpawnableMain(set_up, main), **kwargs)
 
-        replace(replaced(distributed_utils, "call_main", call_main))
+        enter(replaced(distributed_utils, "call_main", call_main))
         if verb == "preprocess":
             check_ranges(vars(options.get_preprocessing_parser().parse_known_args(fairseq_argv)[0]))
         command = importlib.import_module(f"fairseq_cli.{verb}")
         if verb == "generate":  # its cli_main does not use call_main
-            replace(replaced(command, "main", functools.partial(_checked_main, command.main)))
-        replace(atomic_outputs(verb, command))
+            enter(replaced(command, "main", functools.partial(_checked_main, command.main)))
+        enter(atomic_outputs(verb, command))
         command.cli_main()
 
 
@@ -216,7 +219,7 @@ class _HelpPrinted(Exception):
 
 
 @dataclass(frozen=True)
-class _Main:
+class _SpawnableMain:
     """A command's ``main`` that also sets up logging and reports errors in the processes spawned for it."""
 
     set_up: Callable[[], None]

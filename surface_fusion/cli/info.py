@@ -28,7 +28,7 @@ from surface_fusion.version import __version__
 SUMMARY = "describe a checkpoint; without one, print the versions for a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Validation metrics that fairseq logs in base 2.
-BITS = ("loss", "nll_loss", "normalized_nll_loss")
+LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")
 # Entries of a state dict that are not parameters.
 BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
@@ -142,7 +142,7 @@ def _load(path: str) -> Any:
 def _metric(cfg: Any) -> str:
     """Describe the metric of the best loss: ``--best-checkpoint-metric`` on the validation set."""
     name = cfg.checkpoint.best_checkpoint_metric
-    if name not in BITS:
+    if name not in LOSSES_IN_BITS:
         return f"validation {name}"
     per_sentence = name == "loss" and cfg.optimization.sentence_avg
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0

@@ -1,4 +1,4 @@
-"""Data sets and batches: report missing data, skip overlong sentences, keep all others."""
+"""Data sets: name missing or empty data, skip overlong sentences, keep the last batch."""
 
 import logging
 import os

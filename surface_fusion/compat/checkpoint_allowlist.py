@@ -3,7 +3,7 @@
 torch's safe unpickler keeps code out of a checkpoint's objects. fairseq then builds what the configuration
 selects: any registered model, task, criterion, tokenizer or subword model, with any option. Some of these run
 commands, load further files with other loaders, or fetch URLs. ``--trust-checkpoint`` or
-``TRUST_VARIABLE=1`` turns the allow-list off. Strings are parsed as literals in any case.
+``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`` turns the allow-list off. Strings are parsed as literals in any case.
 
 Models and tasks that are registered outside of fairseq (by this package or the user's ``--user-dir``) are
 allowed. So are the values that the user gives for a field on the command line, also in

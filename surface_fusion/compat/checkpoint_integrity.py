@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.+_[-.\d]+)\.pt")
 """File names that a training writes; averages and copies have other names."""
-LAST = "checkpoint_last.pt"
+DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 """The default of ``--restore-file``."""
 NO_VALUES = re.compile(r"mask|\._float_tensor$", re.IGNORECASE)
 """Names of masks, where infinity has a meaning, and of a buffer that fairseq never sets or reads."""
-NAMED = 2
+MAX_NAMES = 2
 """Maximum number of parameters that an error names."""
 
 
@@ -81,7 +81,9 @@ def load_newest_intact(
     Only the default ``--restore-file`` is replaced.
     """
     cfg = trainer.cfg.checkpoint
-    default = cfg.restore_file == LAST and filename == os.path.join(cfg.save_dir, LAST)
+    default = cfg.restore_file == DEFAULT_RESTORE_FILE and filename == os.path.join(
+        cfg.save_dir, DEFAULT_RESTORE_FILE
+    )
     if default and not os.path.exists(filename):
         _warn_of_others(cfg.save_dir)
     token = _resume.set(_Resume(cfg.save_dir if default else None, not reset_optimizer))
@@ -97,8 +99,8 @@ def _warn_of_others(folder: str) -> None:
     if others:
         newest = max(others, key=os.path.getmtime)
         logger.warning(
-            f"{folder} has no {LAST}: training starts from scratch and overwrites checkpoints there; "
-            f"to resume, add --restore-file {newest}"
+            f"{folder} has no {DEFAULT_RESTORE_FILE}: training starts from scratch and overwrites checkpoints "
+            f"there; to resume, add --restore-file {newest}"
         )
 
 
@@ -207,8 +209,8 @@ def check_records(path: str) -> bool:
     if damaged:
         structure = next((name for name in damaged if name.endswith("/data.pkl")), None)
         names = [] if structure else _names_of_tensors(path, set(damaged.values()))
-        if len(names) > NAMED:  # tensors in one storage, such as those of flat_adam on a CPU
-            names[NAMED:] = [f"{len(names) - NAMED} more tensors in the same storage"]
+        if len(names) > MAX_NAMES:  # tensors in one storage, such as those of flat_adam on a CPU
+            names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more tensors in the same storage"]
         where = ", ".join(names) or structure or next(iter(damaged))
         raise _damaged(path, f"checksum mismatch in {where}")
     return True

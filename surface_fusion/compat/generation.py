@@ -1,4 +1,4 @@
-"""Fix options of beam search."""
+"""Repair ``--diverse-beam-groups``, ``--no-repeat-ngram-size`` and ``--replace-unk``."""
 
 from collections.abc import Callable
 from typing import Any

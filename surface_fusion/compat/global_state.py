@@ -1,4 +1,4 @@
-"""State that fairseq keeps in functions and loggers of the process after a training has ended."""
+"""Clear the state that a previous training left in this process."""
 
 import logging
 import sys

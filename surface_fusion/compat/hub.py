@@ -1,4 +1,4 @@
-"""Return one result per input line, in input order."""
+"""Return one result per input line, in input order. ``interactive.py`` uses these functions, too."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ def position_limit(max_positions: Any, side: Literal["source", "target"]) -> flo
     return limit if isinstance(limit, (int, float)) else math.inf
 
 
-def left_empty(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
+def overlong_line_warning(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
     """The warning for line number *line*, whose *length* in tokens exceeds *limit*."""
     return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
 
@@ -33,7 +33,7 @@ def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1) -> list[i
     """
     for i, row in enumerate(rows):
         if row.numel() > limit:
-            logger.warning(left_empty(first_line + i, row.numel(), limit))
+            logger.warning(overlong_line_warning(first_line + i, row.numel(), limit))
     return [i for i, row in enumerate(rows) if row.numel() <= limit]
 
 

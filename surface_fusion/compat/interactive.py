@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +12,12 @@ from fairseq.tasks.translation import TranslationTask
 from fairseq_cli import interactive
 from torch import Tensor
 
-from surface_fusion.compat.hub import empty_hypothesis, left_empty, logger, position_limit
+from surface_fusion.compat.hub import empty_hypothesis, overlong_line_warning, position_limit
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import iterate_lines
+
+logger = logging.getLogger(__name__)
 
 
 class _Lines(list[str]):
@@ -23,7 +26,7 @@ class _Lines(list[str]):
     before = 0
 
 
-def read_lines(buffered_read: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
+def read_buffers(buffered_read: Callable[..., Any], input: str, buffer_size: int) -> Iterator[_Lines]:
     """fairseq's ``buffered_read``, which yields lists of lines; splits them at line feeds only."""
     if input == "-" and sys.stdin is None:
         raise SurfaceFusionError("standard input is closed; redirect the text to it, or add --input FILE")
@@ -69,7 +72,7 @@ def batch_each_line(
     for i in sorted(missing):
         by_model = (limit, "the model takes")
         why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
-        logger.warning(left_empty(before + i + 1, len(rows[i]), *why))
+        logger.warning(overlong_line_warning(before + i + 1, len(rows[i]), *why))
     for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
         yield from _untranslated(i, rows[i], task, constrained)
 

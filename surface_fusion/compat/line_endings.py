@@ -1,6 +1,7 @@
 """Split text files into lines at line feeds only; a carriage return within a line is a space.
 
-fairseq also splits at a lone carriage return, which misaligns the parallel text.
+fairseq also splits at a lone carriage return, which misaligns the parallel text. Errors name the line that is
+not UTF-8, and byte order marks are skipped.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from fairseq.file_chunker_utils import ChunkLineIterator
 
-from surface_fusion.io.lines import not_text, read_lines
+from surface_fusion.io.lines import not_utf8_error, read_lines
 
 
 def find_line_feeds(find_offsets: Callable[..., Any], filename: str, num_chunks: int) -> list[int]:
@@ -43,7 +44,7 @@ def decode_lines(iterate: Callable[..., Any], chunk: Any) -> Iterator[str]:
             yield line.decode("utf-8-sig" if offset == 0 else "utf-8")
         except UnicodeDecodeError as error:
             file.seek(0)
-            raise not_text(file.name, 1 + file.read(offset).count(b"\n"), error) from error
+            raise not_utf8_error(file.name, 1 + file.read(offset).count(b"\n"), error) from error
         offset += len(line)
 
 

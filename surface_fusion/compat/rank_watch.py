@@ -53,25 +53,25 @@ class Watch:
                     if count != before:
                         self._seen[other] = count, time.monotonic()
                 self._answered = time.monotonic()
-                if self.silent(8) and not reported:
+                if self.silent_ranks(8) and not reported:
                     reported = True
-                    logger.error(self.error_line(self.silent(8)))
+                    logger.error(self.error_line(self.silent_ranks(8)))
         except RuntimeError:  # rank 0 has ended, and the store with it
             pass
 
-    def silent(self, beats: float = 3) -> list[int]:
-        """Ranks that have not counted for *beats* intervals."""
-        limit = time.monotonic() - beats * self.every
+    def silent_ranks(self, intervals: float = 3) -> list[int]:
+        """Ranks that have not counted for *intervals* intervals."""
+        limit = time.monotonic() - intervals * self.every
         if self._answered < limit and self._rank != 0:
             return [0]
         return [other for other, (_, seen) in self._seen.items() if seen < limit]
 
     def wait_for_silent(self) -> list[int]:
-        """:meth:`silent`, after long enough to notice a process that has just stopped."""
+        """:meth:`silent_ranks`, after long enough to notice a process that has just stopped."""
         until = time.monotonic() + 5 * self.every
-        while not self.silent() and time.monotonic() < until:
+        while not self.silent_ranks() and time.monotonic() < until:
             time.sleep(self.every / 4)
-        return self.silent()
+        return self.silent_ranks()
 
     def error_line(self, ranks: list[int]) -> str:
         """The error for silent *ranks*."""
@@ -134,7 +134,7 @@ class WatchedMain:
             interrupted = isinstance(error, KeyboardInterrupt)  # also by fairseq's heartbeat
             if not interrupted and not COMMUNICATION.search(str(error)):
                 raise
-            silent = _watch.silent() if interrupted else _watch.wait_for_silent()
+            silent = _watch.silent_ranks() if interrupted else _watch.wait_for_silent()
             if silent:
                 raise SurfaceFusionError(_watch.error_line(silent)) from error
             if not interrupted and TIMEOUT.search(str(error)):

@@ -1,4 +1,4 @@
-"""Resume a training with the data that the interrupted one would have read (fs 781, 5387, 848).
+"""Resume with the batches and schedule of the interrupted training (fairseq issues 781 and 3638).
 
 If the state of the checkpoint does not fit the training, the error names fairseq's flag to reset it.
 """
@@ -12,7 +12,7 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def with_first_epochs_batches(
+def reuse_first_epochs_batches(
     get_batch_iterator: Callable[..., Any], task: Any, dataset: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """fairseq's ``FairseqTask.get_batch_iterator``, but with the same batches after a resume.
@@ -36,12 +36,12 @@ def with_first_epochs_batches(
     return iterator
 
 
-def with_processes(state_dict: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
+def save_process_count(state_dict: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
     """fairseq's ``EpochBatchIterator.state_dict`` with the number of processes that share the batches."""
     return {**state_dict(iterator), "num_shards": iterator.num_shards}
 
 
-def for_these_processes(
+def rescale_position(
     load_state_dict: Callable[[Any, dict[str, Any]], None], iterator: Any, state: dict[str, Any]
 ) -> None:
     """Rescale the offset when the number of processes changed (fs 3638).

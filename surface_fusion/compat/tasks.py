@@ -1,4 +1,4 @@
-"""Let tasks be copied and unpickled."""
+"""``StatefulContainer``, a part of each task: no endless recursion in copy and pickle."""
 
 from collections.abc import Callable
 from typing import Any

@@ -73,7 +73,7 @@ def _init_process_group(
 ) -> None:
     limit = timedelta(seconds=wait)
     if urlparse(init_method).scheme == "tcp" and rank is not None and rank >= 0:
-        store = _meet(init_method, world_size, rank, wait)
+        store = _wait_for_all_ranks(init_method, world_size, rank, wait)
         init(backend=backend, store=store, world_size=world_size, rank=rank, timeout=limit)
     else:
         init(backend=backend, init_method=init_method, world_size=world_size, rank=rank, timeout=limit)
@@ -81,7 +81,7 @@ def _init_process_group(
     rank_watch.start(store, wait)
 
 
-def _meet(init_method: str, world_size: int, rank: int, wait: float) -> Any:
+def _wait_for_all_ranks(init_method: str, world_size: int, rank: int, wait: float) -> Any:
     """The store of all processes, after all have connected to it.
 
     Raises:
@@ -96,17 +96,17 @@ def _meet(init_method: str, world_size: int, rank: int, wait: float) -> Any:
         if rank == 0:
             raise SurfaceFusionError(f"rank 0 cannot listen at {init_method}: {error}") from error
         raise SurfaceFusionError(
-            f"rank 0 did not come to {init_method} within {wait:g} s; {advice}"
+            f"rank 0 did not answer at {init_method} within {wait:g} s; {advice}"
         ) from error
-    keys = [f"surface_fusion/came/{other}" for other in range(world_size)]
+    keys = [f"surface_fusion/joined/{other}" for other in range(world_size)]
     if store.add(keys[rank], 1) > 1:
-        raise SurfaceFusionError(f"two processes came to {init_method} as rank {rank}; give each its own")
+        raise SurfaceFusionError(f"two processes joined {init_method} as rank {rank}; give each its own")
     try:
         store.wait(keys, limit)
     except RuntimeError as error:
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         raise SurfaceFusionError(
-            f"{world_size - len(missing)} of {world_size} processes came to {init_method} within {wait:g} s; "
+            f"{world_size - len(missing)} of {world_size} processes joined {init_method} within {wait:g} s; "
             f"missing: rank {', '.join(missing)}; {advice}"
         ) from error
     return store

@@ -99,7 +99,7 @@ class EncoderFusionConfig(TransformerConfig):
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Read *args*; fairseq's version would take our ``encoder_...`` fields for fields of *encoder*."""
+        """Set a field; fairseq would take our ``encoder_fusion...`` fields for fields of *encoder*."""
         if name.startswith("encoder_fusion"):
             object.__setattr__(self, name, value)
         else:

@@ -1,4 +1,4 @@
-"""Build the modules of encoder layer fusion from a configuration of the model."""
+"""Build the modules of encoder layer fusion from the configuration, and select the states that they read."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Fill in missing fields of a configuration from the command line, a YAML file or an old checkpoint."""
+"""Fill in the missing fields of every configuration, and translate the flags of old checkpoints."""
 
 from dataclasses import fields
 from typing import Any

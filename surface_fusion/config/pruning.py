@@ -1,4 +1,4 @@
-"""Load a LayerDrop model with fewer layers (``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``).
+"""``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: load a LayerDrop model with fewer layers.
 
 fairseq drops the other layers' parameters when it loads a checkpoint (Fan et al., 2019,
 https://arxiv.org/abs/1909.11556); this module adapts the configuration.

@@ -1,6 +1,7 @@
-"""Valid range of each numeric flag, checked before training starts.
+"""Valid range of each numeric flag, and checks of flags that depend on each other.
 
-fairseq accepts any number and fails later, for example by a division by zero or a loss of NaN.
+The checks run before training or generation starts. fairseq accepts any number and fails later, for example
+by a division by zero or a loss of NaN.
 """
 
 import math

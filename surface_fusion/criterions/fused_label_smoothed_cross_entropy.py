@@ -35,7 +35,7 @@ from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.ops.precision import at_least_float32
-from surface_fusion.packed.eligibility import accumulating, why_not_fused, why_not_packed
+from surface_fusion.packed.eligibility import more_batches_follow, why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import flat_of
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
@@ -161,7 +161,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         return LossPath(step), f"batches without padding, {device}"
 
     def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        return step.train(sample, last=not accumulating(model), before_last=self.statistics.start)
+        return step.train(
+            sample, last_of_update=not more_batches_follow(model), before_last_backward=self.statistics.start
+        )
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         features = model(**sample["net_input"], features_only=True)[0]

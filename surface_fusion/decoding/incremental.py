@@ -1,7 +1,7 @@
-"""Fast incremental decoding: few kernels, and no copies per step.
+"""Caches, captured graphs and joined weights of a decoder (:class:`FastDecoding`).
 
-``SurfaceFusionDecoder.forward`` uses it when fairseq's generator decodes token by token, and
-``beam_search.py`` uses it for its own search. ``step.py`` implements the step. On CUDA, shapes are rounded up
+``SurfaceFusionDecoder.forward`` uses them when fairseq's generator decodes token by token, and
+``beam_search.py`` for its own search. ``step.py`` implements the step. On CUDA, shapes are rounded up
 so that few occur; the first step of a shape is a warm-up, the second is captured in a CUDA graph, and later
 ones replay it. On the CPU shapes are exact. With fairseq's search the output layer runs outside of the graph,
 so that only active rows are projected.

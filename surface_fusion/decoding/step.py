@@ -83,8 +83,8 @@ def _self_attention(cache: DecodeCache, weights: FusedWeights, i: int, x: Tensor
     new_kv = qkv[:, :, 1:].permute(2, 0, 3, 1, 4).unsqueeze(3)
     cache.self_kv[i].index_copy_(3, cache.position, new_kv)
     key, value = cache.self_kv[i, :, :, :, :length].flatten(3, 4).unbind()
-    read = beam_attention(qkv[:, :, 0].transpose(1, 2), key, value, bias, cache.position)
-    x = F.linear(read.view(len(x), -1), attn.out_proj.weight, attn.out_proj.bias).add_(x)
+    attended = beam_attention(qkv[:, :, 0].transpose(1, 2), key, value, bias, cache.position)
+    x = F.linear(attended.view(len(x), -1), attn.out_proj.weight, attn.out_proj.bias).add_(x)
     return x if layer.normalize_before else _norm(layer.self_attn_layer_norm, x)
 
 
@@ -97,12 +97,12 @@ def _cross_attention(
     q = F.linear(y, attn.q_proj.weight, attn.q_proj.bias)
     q = q.view(cache.sentences, cache.beam, attn.num_heads, attn.head_dim).transpose(1, 2)
     key, value = cache.cross_kv[i, :, :, :, : bias.shape[-1]].unbind()
-    read = beam_attention(q, key, value, bias, cache.last_position)
+    attended = beam_attention(q, key, value, bias, cache.last_position)
     attention = None
     if with_attention:
         scores = q @ key.transpose(2, 3) * attn.head_dim**-0.5 + bias
         attention = scores.softmax(dim=-1, dtype=torch.float32).mean(dim=1).to(x.dtype)
-    x = F.linear(read.view(len(x), -1), attn.out_proj.weight, attn.out_proj.bias).add_(x)
+    x = F.linear(attended.view(len(x), -1), attn.out_proj.weight, attn.out_proj.bias).add_(x)
     return x if layer.normalize_before else _norm(layer.encoder_attn_layer_norm, x), attention
 
 
@@ -122,8 +122,8 @@ def _fuse_surface(decoder: Any, cache: DecodeCache, x: Tensor, query: Tensor, so
         q = F.linear(query, attn.q_proj.weight, attn.q_proj.bias)
         q = q.view(cache.sentences, cache.beam, attn.num_heads, -1).transpose(1, 2)
         key, value = cache.surface[:, :, :, : source_bias.shape[-1]].unbind()
-        read = beam_attention(q, key, value, source_bias, cache.last_position).view(len(x), 1, -1)
-        r = _project_out(decoder, F.linear(read, attn.out_proj.weight, attn.out_proj.bias))
+        attended = beam_attention(q, key, value, source_bias, cache.last_position).view(len(x), 1, -1)
+        r = _project_out(decoder, F.linear(attended, attn.out_proj.weight, attn.out_proj.bias))
     else:
         r = cache.surface.expand(-1, cache.beam, -1).reshape(len(x), 1, -1)
     h, r = decoder._shared_head(torch.stack([x, r])).unbind()

@@ -1,4 +1,4 @@
-"""Base classes of encoder layer fusion, which map the encoder's states to what the decoder attends to.
+"""Base class of all methods of encoder layer fusion, and of those that act on the encoder's output.
 
 States are the outputs z_1 ... z_L of the encoder's layers, before its final LayerNorm if it has one, preceded
 with ``--encoder-fusion-embedding`` by the encoder's input z_0: N tensors of ... x C, in any layout. A method

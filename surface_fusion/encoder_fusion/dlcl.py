@@ -6,9 +6,9 @@
 over k = 0 ... l, y_0 being the embedding layer. W^{l+1} are l + 1 numbers, all 1/(l+1) at first.
 (Post-norm, layer 1 reads y_0 without a LayerNorm.)
 
-Inside encoder and decoder. Parameters of a stack of L layers: ``(L + 1)(L + 2)/2`` numbers (without the
-embedding L less) and ``L + 1`` LayerNorms (post-norm: L) of 2 C; 6,172 for C = 512 and 6 layers post-norm,
-twice that for both stacks.
+Inside encoder and decoder. Parameters of a stack of L layers: ``(L + 1)(L + 2)/2`` numbers (L fewer
+with ``--no-encoder-fusion-embedding``) and ``L + 1`` LayerNorms (post-norm: L) of 2 C; 6,172 for C = 512 and
+6 layers post-norm, twice that for both stacks.
 """
 
 import torch

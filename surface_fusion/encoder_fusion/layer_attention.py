@@ -2,13 +2,14 @@
 
     S^m = drop(LN(sum_n w^{m,n} z_n)),  w^m = softmax_n(W^m)
 
-M decoder layers, N encoder layers; with the embedding layer one more in front: the word embeddings without
-positions (``--ta-posedemb``: with), through dropout and, in a post-norm encoder, a LayerNorm of their own.
+M decoder layers, N states: the encoder's layers and, with ``--encoder-fusion-embedding``, the embedding layer
+before them. Its state is the word embeddings without positions (``--ta-posedemb``: with), through dropout
+and, in a post-norm encoder, a LayerNorm of their own.
 One LayerNorm is shared by all m. ``--ta-dropout`` drops elements of w, without renormalising it (with
 ``--ta-dropconnect``: of W), and of the mix.
 
 Methods: ``transparent.py`` and ``fine_grained.py``. Parameters beyond those that they state: with the
-embedding N is one more, and post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``: each state z becomes
+embedding layer, post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``: each state z becomes
 ``LN(z + FFN(z))``, in a pre-norm encoder ``z + FFN(LN(z))``; one layer serves all.
 """
 

@@ -1,4 +1,4 @@
-"""The attributes of fairseq that are replaced for speed: one that makes trainers, one that makes generators.
+"""Make fairseq use our trainer and our sequence generators, by replacing one attribute of it for each.
 
 With ``--sf-plain``, and for other models, both return fairseq's own classes.
 """

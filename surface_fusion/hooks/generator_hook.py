@@ -1,4 +1,4 @@
-"""Select the sequence generator: fairseq's parameter for it, where the caller gives none."""
+"""Pass a fast generator class to ``FairseqTask.build_generator`` when the caller passes none."""
 
 from collections.abc import Callable
 from typing import Any

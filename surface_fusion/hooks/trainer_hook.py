@@ -1,6 +1,8 @@
-"""Select the trainer: the only attribute of fairseq's ``Trainer`` that is replaced for speed.
+"""Make ``Trainer(...)`` return a ``SurfaceFusionTrainer``; also check settings and log notices.
 
-fairseq has no registry of trainers; ``fairseq_cli.train`` calls ``Trainer(cfg, task, model, criterion)``.
+fairseq has no registry of trainers; ``fairseq_cli.train`` calls ``Trainer(cfg, task, model, criterion)``, so
+``Trainer.__new__`` is replaced. Settings are checked for SurfaceFusion models, with ``--sf-plain``, too;
+notices are logged for every model.
 """
 
 from argparse import Namespace

@@ -23,7 +23,7 @@ PathLike = Union[str, "os.PathLike[str]"]
 TEMPORARY = re.compile(r"\.(.*)\.[0-9a-f]{16}\.tmp")
 """The name of a temporary file; the group is (the beginning of) the name of its target."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values that only a write can raise."""
 
 _ADVICE = {
@@ -78,7 +78,7 @@ def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             os.remove(temporary)
         failure = raw.failure
-        if failure is None and isinstance(error, OSError) and error.errno in FULL:
+        if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
             failure = error
         if failure is not None:
             raise WriteError(path, failure) from failure

@@ -1,4 +1,4 @@
-"""Read text line by line; the whole package uses these functions.
+"""Read UTF-8 lines that end at line feeds only.
 
 A line ends with a line feed, optionally preceded by a carriage return. No other character ends a line: not a
 lone carriage return, nor VT, FF, FS, GS, RS, U+0085, U+2028 or U+2029, at which ``str.splitlines`` or
@@ -31,7 +31,7 @@ def split_lines(text: str) -> list[str]:
     return [without_line_end(line) for line in file]
 
 
-def not_text(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionError:
+def not_utf8_error(name: str, line: int, error: UnicodeDecodeError) -> SurfaceFusionError:
     """Return the error for the file *name* whose line number *line* is not UTF-8."""
     return SurfaceFusionError(
         f"{name} is not UTF-8 text: {error.reason} at byte {error.start + 1} of line {line}; convert the "
@@ -51,7 +51,7 @@ def read_lines(path: str | Path) -> list[str]:
             try:
                 lines.append(without_line_end(line.decode("utf-8-sig" if number == 1 else "utf-8")))
             except UnicodeDecodeError as error:
-                raise not_text(str(path), number, error) from error
+                raise not_utf8_error(str(path), number, error) from error
     return lines
 
 

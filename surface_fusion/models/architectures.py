@@ -1,4 +1,7 @@
-"""Named architectures for ``-a NAME``. Each sets sizes, then calls :func:`base_architecture`."""
+"""Named architectures for ``-a NAME``. Each sets sizes, then calls :func:`base_architecture`.
+
+That function also fills in defaults, translates old flags and checks the training flags.
+"""
 
 import logging
 from argparse import Namespace

@@ -71,8 +71,8 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
             if token_embeddings is None:
                 token_embeddings = self.embed_tokens(src_tokens)
             token_embeddings = self.word_dropout(token_embeddings)
-        states = return_all_hiddens or self.cfg.layer_wise_attention or self.fusion is not None
-        out = super().forward(src_tokens, src_lengths, states, token_embeddings)
+        needs_states = return_all_hiddens or self.cfg.layer_wise_attention or self.fusion is not None
+        out = super().forward(src_tokens, src_lengths, needs_states, token_embeddings)
         if self.cfg.layer_wise_attention:
             out["encoder_out"] = [concatenate_layers(out["encoder_states"], out["encoder_out"][0])]
         elif self.fusion is not None:

@@ -1,3 +1,3 @@
-"""Layers, and functions of layers, that encoder and decoder are built from."""
+"""Layers of encoder and decoder, the cached list of a model's modules, and the loss of padded batches."""
 
 import fairseq  # noqa: F401  (registers this package, see surface_fusion/__init__.py)

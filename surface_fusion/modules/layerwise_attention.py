@@ -1,9 +1,12 @@
-"""Layer-wise attention: decoder layer i attends to encoder layer i (``--layer-wise-attention``).
+"""Decoder layers that attend to their own slice of the encoder's output channels.
 
-The encoder returns the outputs of its layers concatenated on the channel axis, S x B x (L C), the last one
-after the encoder's final LayerNorm if there is one. fairseq's beam search reorders this tensor like any
-encoder output. (He et al., "Layer-wise coordination between encoder and decoder", NeurIPS 2018; a published
-flag.)
+With ``--layer-wise-attention`` slice i is the output of encoder layer i. For ``--encoder-fusion transparent``
+or ``fine-grained`` it is the mix for decoder layer i, which ``encoder_fusion/layer_attention.py`` computes.
+
+The encoder returns all slices concatenated on the channel axis, S x B x (L C); fairseq's beam search reorders
+this tensor like any encoder output. With ``--layer-wise-attention`` (He et al., "Layer-wise coordination
+between encoder and decoder", NeurIPS 2018; a published flag) the last one is the output after the encoder's
+final LayerNorm, if there is one.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Operations and their Triton kernels; each has a plain torch implementation with the same results.
+"""Operations (``NAME.py``), their Triton kernels (``NAME_triton.py``), and helpers.
 
-This package imports torch and triton only.
+An operation runs in plain torch where its kernels do not. This package imports torch and triton only.
 """

@@ -1,4 +1,4 @@
-"""The hidden layer of a feed-forward: ``dropout(activation(x W^T + b))``, N x D to N x C.
+"""Linear map, activation and dropout as one operation: ``dropout(activation(x W^T + b))``, N x D to N x C.
 
 On a GPU with ReLU the backward is a kernel of ``activation_triton.py``. It is tested against torch's
 operations, which are used otherwise.

@@ -54,10 +54,10 @@ def _read_kernel(
         acc = acc * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         peak = higher
         start += BLOCK_N
-    read = acc / tl.where(total > 0, total, 1.0)[:, None]
+    attended = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_base += (sentence * BEAM * HEADS + head) * D
     place = out_base + b[:, None] * (HEADS * D) + d[None, :]
-    tl.store(place, read.to(out_base.dtype.element_ty), mask=within)
+    tl.store(place, attended.to(out_base.dtype.element_ty), mask=within)
 
 
 def beam_attention_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, last: Tensor) -> Tensor:

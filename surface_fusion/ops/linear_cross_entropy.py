@@ -249,7 +249,7 @@ class _Chunked(torch.autograd.Function):
         d_x = torch.empty_like(x, dtype=exact) if needs_x else None
         d_matrix = torch.empty_like(matrix, dtype=exact) if needs_matrix else None
         tokens = target.contiguous(), row_weight, gate
-        sums = _sums_of_chunks(x, matrix, tokens, unit, smoothing, d_x, d_matrix)
+        sums = _compute_chunks(x, matrix, tokens, unit, smoothing, d_x, d_matrix)
         loss, nlls = sums[0].sum(), sums[1:3].sum(dim=1)
         ctx.mark_non_differentiable(nlls)
         ctx.save_for_backward(unit, d_x, d_matrix, sums[3] if needs_gate else None)
@@ -272,7 +272,7 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _sums_of_chunks(
+def _compute_chunks(
     x: Tensor,
     matrix: Tensor,
     tokens: tuple[Tensor, Tensor, Tensor | None],

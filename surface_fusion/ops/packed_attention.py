@@ -70,8 +70,8 @@ def _attend_padded(
     # A causal query reads no later row, and padding comes after all rows of its sentence.
     mask = None if causal or keys.empty else keys.mask[:, None, None, :]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    read = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
-    rows = read.transpose(1, 2).flatten(0, 1)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
+    rows = attended.transpose(1, 2).flatten(0, 1)
     return rows if queries.empty else _Unpad.apply(rows, queries)
 
 

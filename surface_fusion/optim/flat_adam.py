@@ -69,7 +69,7 @@ class FlatAdam(FairseqOptimizer):
 
     def all_reduce_grads(self, module: nn.Module) -> None:
         """Average the gradient over processes, unless the wrapper around *module* does."""
-        if self.flat.local_only and dist.is_initialized():
+        if self.flat.needs_average and dist.is_initialized():
             self.flat.average_grads(get_data_parallel_group())
         else:
             super().all_reduce_grads(module)

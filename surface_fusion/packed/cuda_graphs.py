@@ -103,7 +103,7 @@ class CapturedStep:
     def _run_backward(self, scale: Tensor) -> None:
         self._scale.copy_(scale)
         self._backward_graph.replay()
-        self._flat.local_only = True
+        self._flat.needs_average = True
 
 
 class GraphCache:

@@ -15,7 +15,7 @@ from surface_fusion.ops.packed_attention import WIDEST_HEAD
 from surface_fusion.packed.flat_parameters import flat_of
 
 
-def accumulating(model: Any) -> bool:
+def more_batches_follow(model: Any) -> bool:
     """Whether more batches of this update follow: fairseq's trainer runs all but the last in ``no_sync()``.
 
     *model* may be in distributed wrappers; without them this is unknown, and the result is False.
@@ -59,8 +59,8 @@ def why_not_packed(model: Any) -> str | None:
     if weight.is_cuda and not use_kernels(weight):
         return f"{weight.dtype} on a GPU without Triton"
     cfg, encoder, decoder = model.decoder.cfg, model.encoder, model.decoder
-    by_layer = isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None
-    untrained = set(encoder.layer_norm.parameters()) if by_layer else set()
+    norm_is_unused = isinstance(encoder.fusion, LayerAttention) and encoder.layer_norm is not None
+    untrained = set(encoder.layer_norm.parameters()) if norm_is_unused else set()
     if not all(parameter.requires_grad or parameter in untrained for parameter in model.parameters()):
         return "frozen parameters"
     widest = max(

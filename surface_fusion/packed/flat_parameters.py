@@ -32,7 +32,8 @@ class FlatParameters:
     Attributes:
         data, grad: 1-D, of the parameters' dtype, on their device; never reallocated.
         offsets: offset of each parameter in elements, in the order in which they were given.
-        local_only: the gradient is not averaged over processes yet (:meth:`average_grads`).
+        needs_average: a step wrote the gradient, which is not averaged over processes yet
+            (:meth:`average_grads`).
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -41,7 +42,7 @@ class FlatParameters:
         self.offsets, self._groups, end = _layout(unique, ALIGNMENT // dtype.itemsize)
         self.data = torch.zeros(_round_up(end, NORM_ROW), dtype=dtype, device=device)
         self.grad = torch.zeros_like(self.data)
-        self.local_only = False
+        self.needs_average = False
         self._averaged = False
         self._grads_in_place = False  # known for the next zero_grad
         self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and the event after its copy
@@ -108,7 +109,7 @@ class FlatParameters:
         Raises:
             RuntimeError: a parameter is no longer a view.
         """
-        if not self._written_flat:
+        if not self._gradient_is_flat_only:
             self._attach()
 
     @torch.no_grad()
@@ -121,9 +122,9 @@ class FlatParameters:
             param.grad = grad
 
     @property
-    def _written_flat(self) -> bool:
-        """Whether a training step on packed rows wrote the gradient."""
-        return self.local_only or self._averaged
+    def _gradient_is_flat_only(self) -> bool:
+        """Whether a training step on packed rows wrote the gradient, without setting ``.grad``."""
+        return self.needs_average or self._averaged
 
     def zero_grad(self) -> None:
         """Zero all gradients, and restore every ``.grad`` as a view.
@@ -139,7 +140,7 @@ class FlatParameters:
                 if param.grad is not grad:
                     param.grad = grad
         self.grad.zero_()
-        self.local_only = self._averaged = self._grads_in_place = False
+        self.needs_average = self._averaged = self._grads_in_place = False
         self._norm = None
 
     def grad_norm(self) -> Tensor:
@@ -162,7 +163,7 @@ class FlatParameters:
 
     def norm_on_host(self) -> Tensor:
         """:meth:`grad_norm` on the CPU, from :meth:`launch_norm` if that was called."""
-        if self._norm is None or not self._written_flat:
+        if self._norm is None or not self._gradient_is_flat_only:
             return self.grad_norm().cpu()
         norm, copied = self._norm
         copied.synchronize()
@@ -177,11 +178,11 @@ class FlatParameters:
     def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
         """Average the gradient over the processes of *group*, unless :meth:`launch_average` did.
 
-        ``local_only`` must be equal in all processes.
+        ``needs_average`` must be equal in all processes.
         """
         if not self._averaged:
             self.launch_average(group)
-        self.local_only = False
+        self.needs_average = False
 
     def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, (grad, address) in self._views.items():

@@ -22,7 +22,7 @@ from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.parameter_groups import self_projections
 
 
-class Stream(NamedTuple):
+class SublayerState(NamedTuple):
     """The state between two sublayers of a stack; tensors are N x C.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stream(NamedTuple):
     states: list[Tensor]
     combined: list[Tensor]
 
-    def after(self, residual: Tensor, next_input: Tensor) -> "Stream":
+    def with_result(self, residual: Tensor, next_input: Tensor) -> "SublayerState":
         """Return the state after a sublayer."""
         return self._replace(residual=residual, input=next_input)
 
@@ -138,35 +138,35 @@ class PackedLayers:
         weights = self._param(layer.fc1.weight), self._param(layer.fc1.bias)
         return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
 
-    def _stack_input(self, x: Tensor, stack: Any) -> Stream:
+    def _stack_input(self, x: Tensor, stack: Any) -> SublayerState:
         """Return the state at the stack's input."""
-        stream = Stream(x, x, [], [])
+        state = SublayerState(x, x, [], [])
         if stack.combination is None:
             norm = norm_before(stack, 0)
-            return stream._replace(input=x if norm is None else self._norm(x, norm), states=[x])
-        return self._combined(stream, stack)
+            return state._replace(input=x if norm is None else self._norm(x, norm), states=[x])
+        return self._combined(state, stack)
 
-    def _feed_forward(self, stream: Stream, stack: Any, i: int) -> Stream:
+    def _feed_forward(self, state: SublayerState, stack: Any, i: int) -> SublayerState:
         """Apply the last sublayer of layer *i*; the result's input is that of the next layer."""
         layer = stack.layers[i]
         norm = layer.final_layer_norm
         if layer.normalize_before:
             norm = None if stack.combination is not None else norm_before(stack, i + 1)
-        x = self._hidden(stream.input, layer, layer.activation_dropout_module)
-        residual, read = self._end_sublayer(x, layer.fc2, stream.residual, norm, layer)
-        stream = stream._replace(residual=residual, input=read)
+        x = self._hidden(state.input, layer, layer.activation_dropout_module)
+        residual, next_input = self._end_sublayer(x, layer.fc2, state.residual, norm, layer)
+        state = state._replace(residual=residual, input=next_input)
         if stack.combination is not None:
-            return self._combined(stream, stack)
-        return stream._replace(states=[*stream.states, residual])
+            return self._combined(state, stack)
+        return state._replace(states=[*state.states, residual])
 
-    def _combined(self, stream: Stream, stack: Any) -> Stream:
+    def _combined(self, state: SublayerState, stack: Any) -> SublayerState:
         """Combine all outputs so far into the input of a layer, as the modules do."""
-        combined, depth = list(stream.combined), len(stream.combined)
-        x = self._call(stack.combination, stream.residual, combined)
+        combined, depth = list(state.combined), len(state.combined)
+        x = self._call(stack.combination, state.residual, combined)
         norm = norm_before(stack, depth)
         last = depth == len(stack.layers)
-        states = [*stream.states, x if last else stream.residual]
-        return Stream(x, x if norm is None else self._norm(x, norm), states, combined)
+        states = [*state.states, x if last else state.residual]
+        return SublayerState(x, x if norm is None else self._norm(x, norm), states, combined)
 
     def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
         attention = layer.self_attn

@@ -1,4 +1,4 @@
-"""Store parameters next to each other in the flat buffer, so that several products become one.
+"""Mark the parameters that ``FlatParameters`` must store next to each other, so that products are joined.
 
 This applies to ``[q; k; v]`` of a self-attention and to ``[k; v]`` of all decoder layers' attentions to the
 encoder, which have the same input. Names and shapes in checkpoints do not change.

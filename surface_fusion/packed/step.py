@@ -84,15 +84,15 @@ class PackedStep:
     def train(
         self,
         sample: dict[str, Any],
-        last: bool = True,
-        before_last: Callable[[Tensor], None] | None = None,
+        last_of_update: bool = True,
+        before_last_backward: Callable[[Tensor], None] | None = None,
     ) -> LinearCrossEntropy:
         """Losses of a sample as fairseq collates it; ``loss.backward()`` adds to the flat gradient.
 
         Args:
-            last: whether this is the last batch of the update. Its backward also averages the gradient
-                over processes and computes its norm, without waiting for the device.
-            before_last: called before such a backward, with the gradient's factor.
+            last_of_update: whether this is the last batch of the update. Its backward also averages the
+                gradient over processes and computes its norm, without waiting for the device.
+            before_last_backward: called before such a backward, with the gradient's factor.
         """
         self.packed.training = True
         if in_target(sample, self.padding_idx):
@@ -105,10 +105,10 @@ class PackedStep:
             self._graphs.capture_pending()
 
         def run(scale: Tensor) -> None:
-            if last and before_last is not None:
-                before_last(scale)
+            if last_of_update and before_last_backward is not None:
+                before_last_backward(scale)
             backward(scale)
-            if last:
+            if last_of_update:
                 if dist.is_initialized():
                     self.packed.flat.launch_average(get_data_parallel_group())
                 self.packed.flat.launch_norm()
@@ -150,7 +150,7 @@ class PackedStep:
             computed = torch.autograd.grad(scaled, leaves, allow_unused=True)
             pairs = [(total, new) for total, new in zip(gradients, computed, strict=True) if new is not None]
             torch._foreach_add_([total for total, _ in pairs], [new for _, new in pairs])
-            self.packed.flat.local_only = True
+            self.packed.flat.needs_average = True
 
         return ForwardResult(LinearCrossEntropy(*(x.detach() for x in losses)), backward)
 

@@ -101,15 +101,15 @@ class PackedTransformer(PackedLayers):
         elif self._rate(stack.dropout_module) > 0:
             mask = self._dropout(torch.ones_like(x), stack.dropout_module)  # one mask for both
             x, surface = x * mask, surface * mask
-        stream = self._stack_input(x, stack)
+        state = self._stack_input(x, stack)
         for i, layer in enumerate(layers_of(stack)):
-            x = self._self_attention(stream.input, layer, rows, causal=False)
+            x = self._self_attention(state.input, layer, rows, causal=False)
             norm = layer.final_layer_norm if layer.normalize_before else layer.self_attn_layer_norm
-            stream = stream.after(
-                *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
+            state = state.with_result(
+                *self._end_sublayer(x, layer.self_attn.out_proj, state.residual, norm, layer)
             )
-            stream = self._feed_forward(stream, stack, i)
-        return Encoded(self._memories(embed, stream.states, stream.input), surface)
+            state = self._feed_forward(state, stack, i)
+        return Encoded(self._memories(embed, state.states, state.input), surface)
 
     def _memories(self, embed: Tensor, states: list[Tensor], out: Tensor) -> dict[int, Tensor]:
         """Return what the decoder's layers attend to, by encoder layer.
@@ -160,29 +160,29 @@ class PackedTransformer(PackedLayers):
             kv[memory] = iter(both.view(len(both), len(projections), heads, -1).unbind(1))
         _, x = self._embed(stack, rows)
         x = self._dropout(x, stack.dropout_module)
-        stream = self._stack_input(x, stack)
+        state = self._stack_input(x, stack)
         for i, layer in enumerate(layers_of(stack)):
             before = layer.normalize_before
-            x = self._self_attention(stream.input, layer, rows, causal=True)
+            x = self._self_attention(state.input, layer, rows, causal=True)
             norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
-            stream = stream.after(
-                *self._end_sublayer(x, layer.self_attn.out_proj, stream.residual, norm, layer)
+            state = state.with_result(
+                *self._end_sublayer(x, layer.self_attn.out_proj, state.residual, norm, layer)
             )
 
             attention = layer.encoder_attn
-            q = self._linear(stream.input, attention.q_proj).view(len(x), attention.num_heads, -1)
+            q = self._linear(state.input, attention.q_proj).view(len(x), attention.num_heads, -1)
             k, v = (next(kv[getattr(layer, "memory_index", -1)]) for _ in range(2))
             rate = self._rate(attention.dropout_module)
             x = attend(q, k, v, rows, batch.src, rate=rate, seed=self._seed()).flatten(1)
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
-            stream = stream.after(*self._end_sublayer(x, attention.out_proj, stream.residual, norm, layer))
-            stream = self._feed_forward(stream, stack, i)
-        x = stream.input
+            state = state.with_result(*self._end_sublayer(x, attention.out_proj, state.residual, norm, layer))
+            state = self._feed_forward(state, stack, i)
+        x = state.input
         if stack.project_out_dim is not None:
             x = self._linear(x, stack.project_out_dim)
         if self.cfg.surfacefusion is None:
             return Features(x, None)
-        return self._fuse(x, self._read_surface(stream.states, batch, encoded))
+        return self._fuse(x, self._read_surface(state.states, batch, encoded))
 
     def _read_surface(self, states: list[Tensor], batch: PackedBatch, encoded: Encoded) -> Tensor:
         if self.cfg.surfacefusion != "att":
@@ -200,8 +200,8 @@ class PackedTransformer(PackedLayers):
             )
         )
         rate = self._rate(attention.dropout_module)
-        read = attend(q, k, v, batch.tgt, batch.src, rate=rate, seed=self._seed())
-        r = self._linear(read.flatten(1), attention.out_proj)
+        attended = attend(q, k, v, batch.tgt, batch.src, rate=rate, seed=self._seed())
+        r = self._linear(attended.flatten(1), attention.out_proj)
         return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
 
     def _fuse(self, h: Tensor, r: Tensor) -> Features:

@@ -3,7 +3,7 @@
 Each override calls ``super()``. :mod:`surface_fusion.hooks` selects this class; with ``--sf-plain``,
 and for other models, fairseq's own trainer is used. ``docs/fast_path.md`` shows one update as a timeline.
 
-Numbers are of the base model on an H200, where an update of 16,384 tokens takes 27 ms, of 2,048 7.5 ms:
+Numbers are of the base model on an H200; ``docs/speed.md`` has the times of an update:
 
 * Forward prefetch: the forward of the next batch is launched right after the optimizer step. The GPU was idle
   for 1.3 ms while the host logged, checked whether to validate or save, and fetched the batch.

@@ -46,13 +46,13 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("came", [0, 1])
-def test_a_missing_rank_is_named_in_time(tmp_path: Path, came: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_joined_is_named_in_time(tmp_path: Path, rank: int) -> None:
     log, port = tmp_path / "log", free_port()
-    assert status(start(log, *FLAT, *rank_flags(came, port, 5)), timeout=150) == 2
+    assert status(start(log, *FLAT, *rank_flags(rank, port, 5)), timeout=150) == 2
     meeting = f"tcp://127.0.0.1:{port}"
-    missing = f"1 of 2 processes came to {meeting} within 5 s; missing: rank 1"
-    assert (f"rank 0 did not come to {meeting} within 5 s" if came else missing) in last_line(log)
+    missing = f"1 of 2 processes joined {meeting} within 5 s; missing: rank 1"
+    assert (f"rank 0 did not answer at {meeting} within 5 s" if rank else missing) in last_line(log)
 
 
 def test_a_group_created_before_the_import_gets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,13 +400,13 @@ def test_only_local_gradients_are_averaged_by_the_optimizer(monkeypatch: pytest.
     module = Namespace(all_reduce_grads=lambda: averaged_by.append("wrapper"))
     monkeypatch.setattr(optimizer.flat, "average_grads", averaged_by.append)
     monkeypatch.setattr("surface_fusion.optim.flat_adam.get_data_parallel_group", lambda: "group")
-    for initialised, local_only in ((False, True), (True, False), (True, True)):
+    for initialised, needs_average in ((False, True), (True, False), (True, True)):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda value=initialised: value)
-        optimizer.flat.local_only = local_only
+        optimizer.flat.needs_average = needs_average
         optimizer.all_reduce_grads(module)
     assert averaged_by == ["wrapper", "wrapper", "group"]
     optimizer.zero_grad()
-    assert not optimizer.flat.local_only
+    assert not optimizer.flat.needs_average
 
 
 # A training

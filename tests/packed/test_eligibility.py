@@ -15,7 +15,7 @@ from torch import nn
 
 from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.packed import eligibility
-from surface_fusion.packed.eligibility import accumulating, why_not_fused, why_not_packed
+from surface_fusion.packed.eligibility import more_batches_follow, why_not_fused, why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from tests.helpers.tiny import build
 
@@ -173,13 +173,13 @@ def test_limits_of_the_kernels(
 @pytest.mark.parametrize("backend", [LegacyDistributedDataParallel, nn.parallel.DistributedDataParallel])
 def test_no_sync_marks_all_but_the_last_batch_of_an_update(tmp_path: Path, backend: Any) -> None:
     model = nn.Linear(2, 2)
-    assert not accumulating(model)
+    assert not more_batches_follow(model)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapper = ModuleProxyWrapper(backend(model, process_group=torch.distributed.group.WORLD))
-        assert not accumulating(wrapper)
+        assert not more_batches_follow(wrapper)
         with wrapper.no_sync():
-            assert accumulating(wrapper)
-        assert not accumulating(wrapper)
+            assert more_batches_follow(wrapper)
+        assert not more_batches_follow(wrapper)
     finally:
         torch.distributed.destroy_process_group()

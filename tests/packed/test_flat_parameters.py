@@ -207,11 +207,11 @@ def test_missing_and_replaced_gradients_are_collected(model: Attention) -> None:
 def test_zero_grad(model: Attention) -> None:
     flat = FlatParameters.of(model.parameters())
     backward(model)
-    flat.local_only = True
+    flat.needs_average = True
     model.q.weight.grad = None
     model.q.bias.grad = torch.full((7,), 5.0)
     flat.zero_grad()
-    assert not flat.grad.any() and not flat.local_only
+    assert not flat.grad.any() and not flat.needs_average
     for param in model.parameters():
         assert param.grad is not None and not param.grad.any()
 
@@ -280,11 +280,11 @@ def two_process_worker(rank: int, folder: str) -> None:
             backward(wrapper, seed=2 * step + rank)
         if own:
             model.q.weight.grad = model.q.weight.grad.clone()  # not in the buffer
-            flat.local_only = True
+            flat.needs_average = True
             if case == "launched":
                 flat.launch_average(None)
             flat.average_grads(None)
-            assert not flat.local_only
+            assert not flat.needs_average
         flat.attach_grads()
         torch.save([flat.view(p, flat.grad).clone() for p in flat.offsets], f"{folder}/{case}{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -319,7 +319,7 @@ def test_flat_parameters_on_a_gpu(model: Attention) -> None:
     torch.testing.assert_close(flat.grad_norm().double(), norm, rtol=1e-6, atol=0)
     flat.launch_norm()
     assert not flat.norm_on_host().is_cuda and flat.norm_on_host() == flat.grad_norm().cpu()
-    flat.local_only = True  # nothing changes the gradient after launch_norm
+    flat.needs_average = True  # nothing changes the gradient after launch_norm
     copied = flat.norm_on_host()
     assert copied == flat.grad_norm().cpu()
     flat.zero_grad()

@@ -65,7 +65,7 @@ def test_backward_adds_to_the_flat_buffer(model: Any) -> None:
         torch.testing.assert_close(losses.loss, loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(losses.nll, logged["nll_loss"], rtol=1e-6, atol=0)
         (scale * losses.loss).backward()
-    assert flat.local_only  # to be averaged over the processes
+    assert flat.needs_average  # to be averaged over the processes
     assert_gradients(model, expected)
 
 
@@ -81,7 +81,7 @@ def test_processes_average_the_gradient_after_the_last_backward(
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module, "get_data_parallel_group", lambda: None)
     flat.launch_average = lambda group: averaged.append(flat.grad.clone())
-    step.train(SAMPLES[0], last=last).loss.backward()
+    step.train(SAMPLES[0], last_of_update=last).loss.backward()
     assert len(averaged) == last
     assert all(gradient.equal(flat.grad) and gradient.any() for gradient in averaged)
 
@@ -93,7 +93,7 @@ def test_a_loss_of_zero_gives_a_gradient_of_zero(model: Any) -> None:
     loss = step.train(SAMPLES[0]).loss
     loss *= 0
     loss.backward()
-    assert step.packed.flat.local_only
+    assert step.packed.flat.needs_average
     assert not step.packed.flat.grad.any()
 
 

@@ -99,8 +99,8 @@ def _warn_of_others(folder: str) -> None:
     if others:
         newest = max(others, key=os.path.getmtime)
         logger.warning(
-            f"{folder} has no {DEFAULT_RESTORE_FILE}: training starts from scratch and overwrites checkpoints "
-            f"there; to resume, add --restore-file {newest}"
+            f"{folder} has no {DEFAULT_RESTORE_FILE}: training starts from scratch and overwrites "
+            f"checkpoints there; to resume, add --restore-file {newest}"
         )
 
 

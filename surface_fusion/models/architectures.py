@@ -11,7 +11,7 @@ from typing import Any
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer import transformer_legacy as plain
 
-from surface_fusion.config.legacy_flags import fill_defaults, flatten_sections
+from surface_fusion.config.defaults import fill_defaults, flatten_sections
 from surface_fusion.config.training_flags import normalise_training_flags
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 

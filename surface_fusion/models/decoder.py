@@ -21,9 +21,9 @@ from fairseq.models.transformer.transformer_decoder import Linear
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from surface_fusion.config.from_config import build_combination
 from surface_fusion.decoding.incremental import STATE, FastDecoding
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
+from surface_fusion.models.build_fusion import build_combination
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, wrap_layer
 from surface_fusion.modules.no_feed_forward import without_feed_forward

@@ -19,10 +19,11 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
-from surface_fusion.config.from_config import build_combination, build_fusion, fused_states
 from surface_fusion.decoding.encoder_out import ReorderedEncoderOut
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
+from surface_fusion.encoder_fusion.states import fused_states
+from surface_fusion.models.build_fusion import build_combination, build_fusion
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_encoder_layer
 from surface_fusion.modules.layerwise_attention import concatenate_layers
 from surface_fusion.modules.no_feed_forward import without_feed_forward

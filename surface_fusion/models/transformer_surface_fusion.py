@@ -8,9 +8,9 @@ from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModelBase
 
 from surface_fusion.config.flags import SurfaceFusionConfig
-from surface_fusion.config.from_config import with_extra_layers
-from surface_fusion.config.pruning import normalise_pruning
+from surface_fusion.config.layers_to_keep import normalise_layers_to_keep
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.models.build_fusion import with_extra_layers
 from surface_fusion.models.decoder import SurfaceFusionDecoder
 from surface_fusion.models.encoder import SurfaceFusionEncoder
 from surface_fusion.models.hub_interface import MAX_TOKENS, TranslationHub
@@ -46,7 +46,7 @@ class SurfaceFusionModel(TransformerModelBase):
         Raises:
             SurfaceFusionError: the value of a flag is invalid.
         """
-        normalise_pruning(cfg)
+        normalise_layers_to_keep(cfg)
         cfg = SurfaceFusionConfig.from_namespace(cfg)
         src_dict, tgt_dict = task.source_dictionary, task.target_dictionary
         if cfg.share_all_embeddings and src_dict != tgt_dict:

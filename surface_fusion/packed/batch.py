@@ -6,15 +6,20 @@ fairseq pads a batch of B sentences to B x T. Here each side has N rows, and row
 For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. The
 remaining rows form sentences of padding tokens, which attend only to themselves and have weight zero in the
 loss. So every row belongs to a sentence and is written.
+
+:class:`ForwardResult` is what a forward on a packed batch returns.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
 from surface_fusion.ops.packed_rows import PackedRows
 
 
@@ -30,6 +35,25 @@ class PackedBatch:
     src: PackedRows
     tgt: PackedRows
     target: Tensor
+
+
+class ForwardResult(NamedTuple):
+    """What a forward on a packed batch returns.
+
+    Attributes:
+        losses: the losses, detached.
+        backward: adds the gradients of all parameters, times its argument (a scalar tensor), to the flat
+            gradient; can be called once.
+    """
+
+    losses: LinearCrossEntropy
+    backward: Callable[[Tensor], None]
+
+
+def tokens_of(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Source, shifted target and target of a batch: B x S, B x T, B x T."""
+    inputs = sample["net_input"]
+    return inputs["src_tokens"], inputs["prev_output_tokens"], sample["target"]
 
 
 def pack(src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding_idx: int) -> PackedBatch:

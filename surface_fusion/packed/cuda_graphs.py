@@ -15,9 +15,15 @@ from torch import Tensor
 
 from surface_fusion.ops.cuda_graph import capture
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy
-from surface_fusion.packed.batch import Capacity, PackedBatch, capacity_for, pack_static
+from surface_fusion.packed.batch import (
+    Capacity,
+    ForwardResult,
+    PackedBatch,
+    capacity_for,
+    pack_static,
+    tokens_of,
+)
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.forward_backward import ForwardResult, tokens_of
 
 logger = logging.getLogger(__name__)
 

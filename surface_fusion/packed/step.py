@@ -14,9 +14,8 @@ from torch import Tensor
 
 from surface_fusion.modules.fused_loss import fused_losses
 from surface_fusion.ops.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-from surface_fusion.packed.batch import PackedBatch, pack
+from surface_fusion.packed.batch import ForwardResult, PackedBatch, pack, tokens_of
 from surface_fusion.packed.cuda_graphs import GraphCache
-from surface_fusion.packed.forward_backward import ForwardResult, tokens_of
 from surface_fusion.packed.forward_prefetch import ForwardPrefetch
 from surface_fusion.packed.literal_padding import in_target
 from surface_fusion.packed.transformer import PackedTransformer

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surface_fusion.config.from_config import fused_states
 from surface_fusion.encoder_fusion import LayerAttention
+from surface_fusion.encoder_fusion.states import fused_states
 from surface_fusion.modules.pooling import PUBLISHED_FIRST_ID
 from surface_fusion.modules.stacks import layers_of
 from surface_fusion.ops.backend import use_kernels

@@ -11,8 +11,8 @@ from dataclasses import fields
 import pytest
 from fairseq.models.transformer import TransformerConfig
 
+from surface_fusion.config.defaults import fill_defaults
 from surface_fusion.config.flags import SurfaceFusionConfig
-from surface_fusion.config.legacy_flags import fill_defaults
 from surface_fusion.models.architectures import base_architecture
 from tests.helpers.tiny import SIZES, build, parse
 

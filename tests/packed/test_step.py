@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed import step as module
+from surface_fusion.packed.batch import tokens_of
 from surface_fusion.packed.flat_parameters import FlatParameters
-from surface_fusion.packed.forward_backward import tokens_of
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
 from tests.helpers.interpreter import INTERPRETED

@@ -13,8 +13,7 @@ import torch
 from fairseq.data.iterators import BufferedIterator
 from fairseq.trainer import Trainer
 
-from surface_fusion.packed.batch import pack
-from surface_fusion.packed.forward_backward import tokens_of
+from surface_fusion.packed.batch import pack, tokens_of
 from surface_fusion.packed.forward_prefetch import MISSES, ForwardPrefetch
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.training.trainer import SurfaceFusionTrainer

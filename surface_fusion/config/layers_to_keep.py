@@ -10,7 +10,7 @@ from surface_fusion.encoder_fusion import methods
 from surface_fusion.errors import SurfaceFusionError
 
 
-def normalise_pruning(args: Any) -> None:
+def normalise_layers_to_keep(args: Any) -> None:
     """Set the depths in *args* from the layers to keep, in place; idempotent.
 
     ``sf_idx`` is renumbered to the last kept layer that is not above it.

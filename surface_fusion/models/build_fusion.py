@@ -1,20 +1,17 @@
-"""Build the modules of encoder layer fusion from the configuration, and select the states that they read."""
+"""Build the modules of encoder layer fusion from the configuration."""
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from fairseq import utils
 from fairseq.modules import FairseqDropout
-from torch import Tensor
 
 from surface_fusion.encoder_fusion import (
     Combination,
     EncoderFusion,
     ExtraLayers,
     FusionMethod,
-    LayerAttention,
     methods,
 )
 
@@ -65,22 +62,6 @@ def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
         stack.layers, dim, stack.normalize_before, embedding, **cfg.fusion_options(method)
     )
     return combination
-
-
-def fused_states(
-    cfg: Any, fusion: Any, states: list[Tensor], word_embeddings: Callable[[], Tensor]
-) -> list[Tensor]:
-    """Return the inputs of *fusion*: the layers' outputs, preceded by the embedding layer if it is fused.
-
-    Args:
-        states: the encoder's input and its layers' outputs, ... x C each.
-        word_embeddings: gives the scaled embeddings without positions, ... x C.
-    """
-    if not cfg.encoder_fusion_embedding:
-        return states[1:]
-    if isinstance(fusion, LayerAttention) and not cfg.ta_posedemb:
-        return [word_embeddings(), *states[1:]]
-    return states
 
 
 def with_extra_layers(cfg: Any) -> Any:

@@ -10,7 +10,7 @@ from fairseq import tasks
 from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
 
-from surface_fusion.config.pruning import normalise_pruning
+from surface_fusion.config.layers_to_keep import normalise_layers_to_keep
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.modules.layerdrop import skip_decoder_layer, skip_encoder_layer
 from tests.helpers.tiny import ARCH, SIZES, batch, build, log_probs, parse, shaken
@@ -25,7 +25,7 @@ def test_sf_idx_keeps_its_meaning(given: Any, idx: int | None, settled: int | No
     args = parse(*ATT, *DEEP)
     args.decoder_layers_to_keep, args.sf_idx = given, idx
     for _ in range(2):
-        normalise_pruning(args)
+        normalise_layers_to_keep(args)
         assert (args.decoder_layers, args.encoder_layers) == (3, 4)
         assert args.decoder_layers_to_keep == "0,2,3"
         assert args.sf_idx == settled

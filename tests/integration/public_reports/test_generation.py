@@ -1,28 +1,16 @@
-"""Troubles that users of fairseq have reported in public, tried as they met them ("fs" = a fairseq issue).
-
-Others are tested with their module: fs 5036, 2081, 5610, 2867 in tests/compat, fs 4875, 2143, 781 in
-test_end_to_end.py, fs 64, 3312 in test_decoder.py and test_model.py, fs 2593, 1758 in test_scoring.py.
-"""
+"""Public reports about generate, interactive and validate."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.conftest import RunFairseq
-from tests.helpers.paths import REFERENCE
+from tests.integration.public_reports.conftest import CHECKPOINT
 
-CHECKPOINT = REFERENCE / "checkpoint_best.pt"
 LONG = " ".join(["horse"] * 3000)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(REFERENCE / "data-bin", tmp_path / "data-bin"))
 
 
 def with_long_line(data: Path, split: str) -> Path:
@@ -63,14 +51,6 @@ def test_interactive_answers_an_overlong_line_with_an_empty_one(data: Path, user
     assert re.findall(r"^H-(\d+)", done.stdout, re.M) == ["0", "1", "2"]
     assert re.search(r"^D-1\t\S+\t$", done.stdout, re.M)
     assert re.search(r"line 2 has \d+ subwords", done.stdout + done.stderr)
-
-
-def test_hub_interface(data: Path) -> None:
-    """fs 5610: from_pretrained could no longer load; two sentences of the published translations."""
-    hub = SurfaceFusionModel.from_pretrained(str(REFERENCE), "checkpoint_best.pt", str(data))
-    assert hub.translate("a horse sees a house", beam=4) == "un bur un kor@@ ka vidu"
-    texts = ["today the slow bird hears a horse near the book", "a horse sees a house"]
-    assert hub.translate(texts, beam=4)[0] == "nune lum talo un bur@@ ka gar@@ lo apud audu@@ s"
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,17 @@ def register() -> None:
     _registered = True
     with _root_logger_left_alone():
         from surface_fusion.compat.repairs import apply
+        from surface_fusion.hooks import generator_hook
 
+        generator_hook.install()  # within the repairs, which may change the settings
         apply()
 
         from surface_fusion.criterions import fused_label_smoothed_cross_entropy  # noqa: F401
-        from surface_fusion.hooks import generator_hook, trainer_hook
+        from surface_fusion.hooks import trainer_hook
         from surface_fusion.models import architectures  # noqa: F401
         from surface_fusion.optim import flat_adam  # noqa: F401
 
         trainer_hook.install()
-        generator_hook.install()
 
 
 def __getattr__(name: str) -> Any:

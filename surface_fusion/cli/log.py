@@ -45,6 +45,8 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     if verb == "interactive":  # logs four lines about batching per sentence
         logging.getLogger("fairseq.tasks.fairseq_task").setLevel(logging.WARNING)
     # These errors are logged because fairseq's trainer hides them; the verbs print them as the last line.
-    logging.getLogger("surface_fusion.models.upgrade_state_dict").addFilter(below_error)
+    # fairseq.dataclass.utils lists all settings in its error.
+    for name in ("surface_fusion.models.upgrade_state_dict", "fairseq.dataclass.utils"):
+        logging.getLogger(name).addFilter(below_error)
     fairseq_logger = logging.getLogger(f"fairseq_cli.{verb}")
     (fairseq_logger.removeFilter if show_config else fairseq_logger.addFilter)(_SHORT_CONFIGURATION)

@@ -133,7 +133,7 @@ def run(argv: Sequence[str]) -> None:
         hub = SurfaceFusionModel.from_pretrained(
             str(files.checkpoint.parent),
             files.checkpoint.name,
-            str(files.dictionaries),
+            str(files.dictionaries.absolute()),  # the hub takes ./ and ../ as relative to the checkpoint
             bpe="sentencepiece",
             sentencepiece_model=str(files.sentencepiece),
         )

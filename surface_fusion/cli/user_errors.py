@@ -5,7 +5,10 @@ import difflib
 import re
 from typing import Any, NoReturn, Optional
 
+from omegaconf.errors import MissingMandatoryValue, ValidationError
+
 from surface_fusion.errors import SurfaceFusionError, shorten
+from surface_fusion.io.atomic_write import NO_SPACE
 
 # torch.multiprocessing.spawn passes on an exception of a child process as the text of its traceback.
 CHILD_ERROR = re.compile(
@@ -92,15 +95,22 @@ def _known_line(exception: BaseException) -> str | None:
         return f"{exception.filename}: {exception.strerror}"
     if isinstance(exception, FileNotFoundError):
         return text
+    if isinstance(exception, OSError) and exception.errno in NO_SPACE:
+        return f"the output cannot be written: {exception.strerror}"
+    if isinstance(exception, (MissingMandatoryValue, ValidationError)) and exception.full_key is not None:
+        return f"--{exception.full_key.split('.')[-1].replace('_', '-')} is missing; add it"
     if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         return shorten(text, 300) + "; was the checkpoint trained with other flags?"
     module = _raising_module(exception)
     if module == "ast":
         return f"--model-overrides is not a Python dictionary: {text}"
+    if module == "fairseq_cli.train" and isinstance(exception, KeyError):
+        return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"
     if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:
-        # fairseq reports users' mistakes by Exception, OSError, and by assertions and ValueErrors that name a
-        # flag or come from its distributed module ("world size is 2 but have 0 available devices").
-        if type(exception) in (Exception, OSError):
+        # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package, and by
+        # assertions and ValueErrors that name a flag or come from its distributed module ("world size is 2
+        # but have 0 available devices").
+        if type(exception) in (Exception, OSError, ImportError):
             return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
         if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:

@@ -13,6 +13,8 @@ from fairseq_cli import interactive
 from torch import Tensor
 
 from surface_fusion.compat.hub import empty_hypothesis, overlong_line_warning, position_limit
+from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.search_options import SourceAlignment
 from surface_fusion.compat.shards import refuse_shards
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import iterate_lines
@@ -56,6 +58,8 @@ def batch_each_line(
     model would generate a sentence for them.
     """
     refuse_shards("interactive")
+    if cfg.generation.print_alignment == "soft":
+        raise SurfaceFusionError("--print-alignment soft works in generate only; give --print-alignment hard")
     before = getattr(lines, "before", 0)
     encode = functools.cache(encode_fn)
     constrained = cfg.generation.constraints
@@ -68,13 +72,30 @@ def batch_each_line(
     for batch in make_batches(kept, cfg, task, max_positions, encode) if kept else ():
         ids = [indices[i] for i in batch.ids.tolist()]
         missing.difference_update(ids)
-        yield batch._replace(ids=torch.tensor(ids))
+        with _source_texts(task, [encode(texts[i]) for i in ids]):
+            yield batch._replace(ids=torch.tensor(ids))
     for i in sorted(missing):
         by_model = (limit, "the model takes")
         why = by_model if len(rows[i]) > limit else (cfg.dataset.max_tokens, "--max-tokens allows")
         logger.warning(overlong_line_warning(before + i + 1, len(rows[i]), *why))
     for i in sorted(missing | {i for i in range(len(rows)) if i not in indices}):
         yield from _untranslated(i, rows[i], task, constrained)
+
+
+@contextlib.contextmanager
+def _source_texts(task: Any, texts: list[str]) -> Iterator[None]:
+    """Let *task* add the text of each sentence of a batch to its alignments, for ``--replace-unk``."""
+    infer = task.inference_step
+
+    def inference_step(*args: Any, **kwargs: Any) -> Any:
+        results = infer(*args, **kwargs)
+        for text, hypotheses in zip(texts, results, strict=True):
+            for hypothesis in hypotheses:
+                hypothesis["alignment"] = SourceAlignment.of(hypothesis["alignment"], text)
+        return results
+
+    with replaced(task, "inference_step", inference_step):
+        yield
 
 
 def _untranslated(index: int, row: Tensor, task: Any, constrained: bool) -> Iterator[interactive.Batch]:

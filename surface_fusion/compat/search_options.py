@@ -1,7 +1,13 @@
-"""Repair ``--diverse-beam-groups``, ``--no-repeat-ngram-size`` and ``--replace-unk``."""
+"""Repair options of beam search, and refuse those that a command cannot use."""
 
+import argparse
+import copy
 from collections.abc import Callable
 from typing import Any
+
+from fairseq.data.data_utils import post_process
+
+from surface_fusion.errors import SurfaceFusionError
 
 
 def map_sentence_ids(
@@ -31,3 +37,114 @@ def block_written_ngrams(
 def accept_replace_unk_alone(load_align_dict: Callable[..., Any], replace_unk: str | None) -> Any:
     """fairseq's ``load_align_dict``; reads the default ``"@@ "`` of ``--replace-unk`` as no dictionary."""
     return load_align_dict("" if replace_unk == "@@ " else replace_unk)
+
+
+class SourceAlignment(list[Any]):
+    """An alignment as fairseq's generators return it, with the tokens of the source text."""
+
+    source: list[str]
+
+    @classmethod
+    def of(cls, alignment: Any, source: str) -> "SourceAlignment":
+        """Add the tokens of *source* to *alignment*."""
+        aligned = cls(alignment)
+        aligned.source = source.split()
+        return aligned
+
+
+def align_for_replacement(
+    build_generator: Callable[..., Any], task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``FairseqTask.build_generator``; with ``--replace-unk``, hypotheses have an alignment.
+
+    Raises:
+        SurfaceFusionError: ``--print-step`` or ``--retain-iter-history``, which iterative models alone use.
+    """
+    for name in ("print_step", "retain_iter_history"):
+        if getattr(args, name, False):
+            raise SurfaceFusionError(f"--{name.replace('_', '-')} needs an iterative model; leave it out")
+    if getattr(args, "replace_unk", None) is not None and not getattr(args, "print_alignment", None):
+        args = copy.copy(args)
+        args.print_alignment = "hard"
+        for module in (module for model in models for module in model.modules()):
+            if hasattr(module, "need_attn"):  # cleared by prepare_for_inference_ without --print-alignment
+                module.need_attn = True
+    return build_generator(task, models, args, *rest, **kwargs)
+
+
+def refuse_options_of_interactive(main: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``generate.main``.
+
+    Raises:
+        SurfaceFusionError: ``--constraints``, or ``--replace-unk`` without the source text.
+    """
+    flat = isinstance(cfg, argparse.Namespace)
+    generation, task = (cfg, cfg) if flat else (cfg.generation, cfg.task)
+    if generation.constraints:
+        raise SurfaceFusionError("--constraints works in interactive only, which reads them after the source")
+    if generation.replace_unk is not None and "raw" not in str(getattr(task, "dataset_impl", "raw")):
+        raise SurfaceFusionError(
+            "--replace-unk copies words of the source text, which binarised data lacks; use interactive, or "
+            "give text files with --dataset-impl raw"
+        )
+    return main(cfg, *args, **kwargs)
+
+
+def replace_unknown_words(
+    process: Callable[..., Any],
+    hypo_tokens: Any,
+    src_str: str,
+    alignment: Any,
+    align_dict: Any,
+    tgt_dict: Any,
+    remove_bpe: str | None = None,
+    extra_symbols_to_ignore: Any = None,
+) -> Any:
+    """fairseq's ``post_process_prediction``; replaces ``<unk>`` by the source word with the most attention.
+
+    Words are looked up before subwords are joined: the alignment counts subwords.
+    """
+    if align_dict is None:
+        return process(
+            hypo_tokens, src_str, alignment, align_dict, tgt_dict, remove_bpe, extra_symbols_to_ignore
+        )
+    source = getattr(alignment, "source", src_str.split())
+    pieces = tgt_dict.string(hypo_tokens, extra_symbols_to_ignore=extra_symbols_to_ignore)
+    known = copy_source_words(pieces, tgt_dict.unk_string(), source, alignment, align_dict)
+    text = post_process(known, remove_bpe)
+    return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
+
+
+def copy_source_words(
+    text: str, unk: str, source: list[str], alignment: Any, align_dict: dict[str, str]
+) -> str:
+    """Replace each *unk* in *text* by the aligned token of *source*, or by its entry in *align_dict*."""
+    positions = _source_positions(alignment, len(source))
+    words = text.split()
+    for i, word in enumerate(words):
+        if word == unk and positions.get(i, len(source)) < len(source):
+            original = _whole_word(source, positions[i])
+            words[i] = align_dict.get(original, original)
+    return " ".join(words)
+
+
+def _source_positions(alignment: Any, length: int) -> dict[int, int]:
+    """Source position by target position, of a hard alignment (pairs) or a soft one (rows of weights).
+
+    The rows also have the weight of ``</s>``, after those of the *length* tokens.
+    """
+    rows = list(alignment)
+    if rows and isinstance(rows[0], tuple):
+        return {target: source for source, target in rows}
+    weights = ([float(weight) for weight in row[:length]] for row in rows)
+    return {i: row.index(max(row)) for i, row in enumerate(weights) if row}
+
+
+def _whole_word(pieces: list[str], i: int) -> str:
+    """The word of which ``pieces[i]`` is a part, if the parts end in ``@@``."""
+    first, last = i, i
+    while first > 0 and pieces[first - 1].endswith("@@"):
+        first -= 1
+    while last + 1 < len(pieces) and pieces[last].endswith("@@"):
+        last += 1
+    return "".join(piece.removesuffix("@@") for piece in pieces[first : last + 1])

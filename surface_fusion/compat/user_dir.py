@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import fairseq
+from hydra.core.hydra_config import HydraConfig
+
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -15,14 +18,22 @@ def accept_second_copy(import_user_module: Callable[..., Any], args: Any) -> Any
     """fairseq's ``import_user_module``; uses the imported package in place of a second copy of it.
 
     Raises:
-        SurfaceFusionError: the copy in ``--user-dir`` has another version.
+        SurfaceFusionError: ``--user-dir`` is a file, is missing, or is another version of this package.
     """
     path = getattr(args, "user_dir", None)
+    if path:
+        args.user_dir = path = _existing(path)
     here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     folder = os.path.realpath(path) if path else here
+    if os.path.isfile(folder):
+        raise SurfaceFusionError(f"--user-dir {path} is a file; give a folder of Python code")
     if folder == here or os.path.basename(folder) != os.path.basename(here):
         same = path and folder == here and os.path.basename(os.path.abspath(path)) == "surface_fusion"
         return None if same else import_user_module(args)
+    if not os.path.isdir(folder):
+        archive = os.path.isfile(os.path.dirname(folder))
+        fault = "is in an archive; unpack that" if archive else "does not exist; give the folder"
+        raise SurfaceFusionError(f"--user-dir {path} {fault}, or leave --user-dir out")
     theirs, ours = (_version(os.path.join(f, "version.py")) for f in (folder, here))
     if theirs != ours:
         raise SurfaceFusionError(
@@ -33,6 +44,14 @@ def accept_second_copy(import_user_module: Callable[..., Any], args: Any) -> Any
         f"--user-dir {path}: surface-fusion {ours} is already imported from {here}; using that copy"
     )
     return None
+
+
+def _existing(path: str) -> str:
+    """*path*, or where it is relative to hydra's working folder or, as in fairseq, to fairseq's."""
+    folders = ["", fairseq.__path__[0], os.path.dirname(fairseq.__path__[0])]
+    if HydraConfig.initialized():  # hydra runs each job in a new folder
+        folders.insert(1, HydraConfig.get().runtime.cwd)
+    return next((p for f in folders if os.path.exists(p := os.path.join(f, path))), path)
 
 
 def _version(path: str) -> str:

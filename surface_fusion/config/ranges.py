@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from surface_fusion.config.validation import check_best_metric, eval_bleu_args
 from surface_fusion.errors import SurfaceFusionError
 
 
@@ -174,8 +175,11 @@ def check_config(cfg: DictConfig) -> None:
         SurfaceFusionError: a value is invalid.
     """
     sections = {name: dict(_values(cfg, name)) for name in map(str, cfg) if name != "model"}
-    for values in sections.values():
+    bleu = eval_bleu_args(sections.get("task", {}))
+    for values in (*sections.values(), bleu):
         check_ranges(values)
+    check_generation(bleu)
+    check_best_metric(sections)
     check_generation({**sections.get("dataset", {}), **sections.get("generation", {})})
     schedule = sections.get("lr_scheduler", {})
     if schedule.get("_name") == "inverse_sqrt" and schedule.get("warmup_updates", 1) < 1:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fairseq.tasks import FairseqTask
+from omegaconf import DictConfig
 
 from surface_fusion.compat.patching import wrap
 
@@ -28,8 +29,12 @@ def _build_generator(
     A class given by the caller is kept, and so is fairseq's default if any of *models* is not of this package
     or does not support fast decoding (``--sf-plain`` among others). The search strategy is fairseq's choice;
     with ``--score-reference`` fairseq ignores the class.
+
+    Raises:
+        SurfaceFusionError: a setting of a SurfaceFusion model's search is invalid.
     """
     # Imported here: it may itself be the module whose import registers this hook.
+    from surface_fusion.config.ranges import check_generation, check_ranges
     from surface_fusion.sequence_generator import (
         FastSequenceGenerator,
         FastSequenceGeneratorWithAlignment,
@@ -37,6 +42,9 @@ def _build_generator(
     )
 
     if seq_gen_cls is None and all(map(supports_fast_search, getattr(models, "models", models))):
+        settings: Any = dict(args) if isinstance(args, DictConfig) else vars(args)
+        check_ranges(settings)
+        check_generation(settings)
         seq_gen_cls = FastSequenceGenerator
         if getattr(args, "print_alignment", False):  # fairseq passes this on only with its default class
             seq_gen_cls = FastSequenceGeneratorWithAlignment

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surface_fusion.compat.hub import fitting, in_order, position_limit
 from surface_fusion.compat.model_overrides import unknown_setting
+from surface_fusion.compat.search_options import copy_source_words
 from surface_fusion.config.ranges import check_ranges
 from surface_fusion.errors import SurfaceFusionError
 
@@ -65,9 +66,21 @@ class TranslationHub(GeneratorHubInterface):
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
         results = self.generate([self.encode(sentence) for sentence in sentences], beam, verbose, **kwargs)
-        texts = [[self.decode(hypothesis["tokens"]) for hypothesis in hypotheses] for hypotheses in results]
+        align_dict = utils.load_align_dict(kwargs.get("replace_unk", self.cfg.generation.replace_unk))
+        texts = [
+            [self._text(sentence, hypothesis, align_dict) for hypothesis in hypotheses]
+            for sentence, hypotheses in zip(sentences, results, strict=True)
+        ]
         nbest = kwargs.get("nbest") or self.cfg.generation.nbest
         return [nbest_list[:nbest] if nbest > 1 else nbest_list[0] for nbest_list in texts]
+
+    def _text(self, sentence: str, hypothesis: Hypothesis, align_dict: Optional[dict[str, str]]) -> str:
+        if align_dict is None:
+            return str(self.decode(hypothesis["tokens"]))
+        source = self.apply_bpe(self.tokenize(sentence)).split()
+        pieces, unk = self.string(hypothesis["tokens"]), self.tgt_dict.unk_string()
+        known = copy_source_words(pieces, unk, source, hypothesis["alignment"], align_dict)
+        return str(self.detokenize(self.remove_bpe(known)))
 
     def generate(
         self,

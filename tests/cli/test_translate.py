@@ -70,6 +70,14 @@ def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any)
     assert "\u2581" not in "".join(out)
 
 
+def test_from_another_folder(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    (folder / "scripts").mkdir(exist_ok=True)
+    monkeypatch.chdir(folder / "scripts")
+    assert translated(Path(os.pardir), "Hi\n", monkeypatch, capsys) == translated(
+        folder, "Hi\n", monkeypatch, capsys
+    )
+
+
 def test_the_same_alone_and_among_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,9 @@
 Tests ``cli/fairseq_verbs.py`` and ``compat/model_overrides.py``.
 """
 
+import io
+import sys
+
 import pytest
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -35,6 +38,86 @@ def test_training(refused, data, tmp_path, flags, line):
     said = refused("train", data, *TRAIN, "--save-dir", tmp_path / "s", "--max-update", 1, *flags)
     assert said.startswith(line)
     assert not (tmp_path / "s").exists() or not [*(tmp_path / "s").iterdir()]
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (("--eval-bleu-args", "{'beam':3}"), "--eval-bleu-args {'beam':3} is not JSON: "),
+        (("--eval-bleu-args", "[3]"), "--eval-bleu-args [3] is not a JSON object; "),
+        (
+            ("--eval-bleu-args", '{"beem": 3}'),
+            "beem in --eval-bleu-args is not a generation setting; did you",
+        ),
+        (("--eval-bleu-args", '{"beam": 0}'), "--beam 0: give a number of at least 1"),
+        (("--eval-bleu-detok-args", "{"), "--eval-bleu-detok-args { is not JSON: "),
+        (("--eval-bleu-detok", "nosuch"), "--eval-bleu-detok nosuch: choose one of moses, nltk, space"),
+    ],
+)
+def test_validation_by_bleu(refused, data, tmp_path, flags, line):
+    assert refused("train", data, *TRAIN, "--save-dir", tmp_path, "--eval-bleu", *flags).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "metric, advice",
+    [("bleu", "add --eval-bleu"), ("accuracy", "choose one of loss, nll_loss, ppl")],
+)
+def test_a_metric_that_is_not_logged(refused, data, tmp_path, metric, advice):
+    said = refused("train", data, *TRAIN, "--save-dir", tmp_path, "--best-checkpoint-metric", metric)
+    assert said == f"--best-checkpoint-metric {metric} is not logged by validation; {advice}"
+
+
+def test_a_metric_that_another_criterion_does_not_log(refused, data, tmp_path):
+    criterion = ("--criterion", "label_smoothed_cross_entropy_with_alignment", "--max-update", 1)
+    said = refused(
+        "train", data, *TRAIN, *criterion, "--save-dir", tmp_path, "--best-checkpoint-metric", "wer"
+    )
+    assert said == "validation does not log 'wer', which --best-checkpoint-metric names; give another metric"
+
+
+@pytest.mark.parametrize(
+    "package, verb, flags",
+    [
+        ("sacremoses", "train", ("--eval-bleu", "--eval-bleu-detok", "moses")),
+        ("editdistance", "generate", ("--scoring", "wer")),
+        ("subword-nmt", "interactive", ("--bpe", "subword_nmt", "--bpe-codes", "dict.en.txt")),
+    ],
+)
+def test_a_missing_package(refused, data, checkpoint, tmp_path, monkeypatch, package, verb, flags):
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+    monkeypatch.chdir(data)
+    others = (*TRAIN, "--save-dir", tmp_path) if verb == "train" else ("--path", checkpoint, "--cpu")
+    said = refused(verb, data, *others, *flags)
+    assert said.startswith("Please install ") and (package in said)
+
+
+@pytest.mark.parametrize(
+    "flags, missing",
+    [
+        (("--bpe", "sentencepiece"), "--sentencepiece-model"),
+        (("--bpe", "subword_nmt"), "--bpe-codes"),
+        (("--tokenizer", "moses"), "--source-lang"),
+    ],
+)
+def test_a_missing_setting(refused, data, checkpoint, flags, missing):
+    assert (
+        refused("interactive", data, "--path", checkpoint, "--cpu", *flags) == f"{missing} is missing; add it"
+    )
+
+
+@pytest.mark.parametrize(
+    "verb, flags, line",
+    [
+        ("generate", ("--constraints",), "--constraints works in interactive only"),
+        ("generate", ("--replace-unk",), "--replace-unk copies words of the source text, which binarised"),
+        ("generate", ("--print-step",), "--print-step needs an iterative model; leave it out"),
+        ("interactive", ("--retain-iter-history",), "--retain-iter-history needs an iterative model; leave"),
+        ("interactive", ("--print-alignment", "soft"), "--print-alignment soft works in generate only"),
+    ],
+)
+def test_a_flag_of_another_command(refused, data, checkpoint, monkeypatch, verb, flags, line):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert refused(verb, data, "--path", checkpoint, "--cpu", *flags).startswith(line)
 
 
 def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):

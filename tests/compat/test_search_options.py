@@ -1,12 +1,15 @@
 """Options of beam search do what they say."""
 
+import argparse
 import itertools
 from pathlib import Path
 
+import pytest
 import torch
-from fairseq import search, utils
+from fairseq import metrics, search, utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.translation import TranslationTask
 
 from tests.helpers.tiny import SHARED, batch, build, shaken
 
@@ -52,3 +55,32 @@ def test_replace_unk_without_an_alignment_dictionary(tmp_path: Path) -> None:
     assert utils.load_align_dict(None) is None
     (tmp_path / "align").write_text("horse cal\n")
     assert utils.load_align_dict(str(tmp_path / "align")) == {"horse": "cal"}
+
+
+@pytest.mark.parametrize("batches", [(0,), (0, 4), (4, 0)], ids=str)
+def test_bleu_counts_batches_of_empty_hypotheses(batches: tuple[int, ...]) -> None:
+    """``--eval-bleu``: BLEU of the words found in all batches, whichever is first."""
+    task = TranslationTask(argparse.Namespace(eval_bleu=True), Dictionary(), Dictionary())
+    criterion = type("Criterion", (), {"reduce_metrics": staticmethod(lambda logging_outputs: None)})()
+    with metrics.aggregate(new_root=True) as values:
+        for length in batches:
+            output = {"_bleu_sys_len": length, "_bleu_ref_len": 4, "ntokens": 5, "nsentences": 1}
+            for name in ("counts", "totals"):
+                output |= {f"_bleu_{name}_{i}": max(length - i, 0) for i in range(4)}
+            task.reduce_metrics([output], criterion)
+    # With a batch of 4 right words of 8, the brevity penalty exp(1 - 8 / 4) alone.
+    assert values.get_smoothed_values()["bleu"] == (36.79 if any(batches) else 0)
+
+
+def test_replace_unk_copies_the_aligned_word() -> None:
+    """By a hard or a soft alignment of subwords; a word that is split is copied as a whole."""
+    words = Dictionary()
+    known = words.add_symbol("un")
+    tokens, text = torch.tensor([known, words.unk(), words.unk(), words.eos()]), "a zeb@@ ra runs"
+    soft = [["1", "0", "0", "0"], ["0", ".1", ".9", "0"], ["0", "0", "0", "1"]]
+    for alignment in ([(0, 0), (2, 1), (3, 2)], soft):
+        for align_dict, said in (({}, "un zebra runs"), ({"zebra": "zebru"}, "un zebru runs")):
+            found = utils.post_process_prediction(tokens, text, alignment, align_dict, words, "@@ ")
+            assert found[1] == said
+    assert utils.post_process_prediction(tokens, text, [], {}, words)[1] == "un <unk> <unk>"
+    assert utils.post_process_prediction(tokens, text, soft, None, words)[1] == "un <unk> <unk>"

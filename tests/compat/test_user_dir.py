@@ -4,6 +4,7 @@ import argparse
 import logging
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,18 @@ def test_another_plugin_is_imported(tmp_path: Path) -> None:
     (plugin / "__init__.py").touch()
     utils.import_user_module(argparse.Namespace(user_dir=str(plugin)))
     assert plugin.name in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        ("nowhere/surface_fusion", "does not exist; give the folder"),
+        ("plugin.zip", "is a file; give a folder"),
+        ("plugin.zip/surface_fusion", "is in an archive; unpack that"),
+    ],
+)
+def test_a_missing_folder_and_an_archive_are_named(tmp_path: Path, path: str, fault: str) -> None:
+    with zipfile.ZipFile(tmp_path / "plugin.zip", "w") as archive:
+        archive.writestr("surface_fusion/__init__.py", "")
+    with pytest.raises(SurfaceFusionError, match=f"--user-dir {tmp_path / path} {fault}"):
+        utils.import_user_module(argparse.Namespace(user_dir=str(tmp_path / path)))

@@ -5,16 +5,17 @@ import tempfile
 from typing import Any
 
 import torch
-from fairseq import search, utils
+from fairseq import metrics, search, sequence_generator, utils
 from fairseq.data import Dictionary, LanguagePairDataset
 from fairseq.hub_utils import GeneratorHubInterface
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.tasks import FairseqTask
+from fairseq.tasks.translation import TranslationTask
 from fairseq_cli import interactive
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from tests.compat.probes.expect import fails
+from tests.compat.probes.expect import fails, replaced
 
 
 def diverse_beam_fails() -> bool:
@@ -33,6 +34,34 @@ def ngrams_are_repeated() -> bool:
 
 def replace_unk_needs_file() -> bool:
     return fails(utils.load_align_dict, "@@ ", error=FileNotFoundError)
+
+
+def replace_unk_fails() -> bool:
+    words = Dictionary()
+    hypothesis = torch.tensor([words.unk()])
+    return fails(utils.post_process_prediction, hypothesis, "bird", [(0, 0)], {}, words, error=TypeError)
+
+
+def replace_unk_has_no_alignment() -> bool:
+    task = TranslationTask(argparse.Namespace(), Dictionary(), Dictionary())
+    with replaced(sequence_generator, "SequenceGenerator", lambda *args, **kwargs: "without alignment"):
+        generator = task.build_generator([], argparse.Namespace(replace_unk="", print_alignment=None))
+    return bool(generator == "without alignment")
+
+
+def generate_takes_constraints() -> bool:
+    constrained = search.LexicallyConstrainedBeamSearch(Dictionary(), "ordered")
+    return fails(constrained.init_constraints, None, 1, error=TypeError)
+
+
+def empty_hypotheses_have_no_bleu() -> bool:
+    task = TranslationTask(argparse.Namespace(eval_bleu=True), Dictionary(), Dictionary())
+    criterion = type("Criterion", (), {"reduce_metrics": staticmethod(lambda logging_outputs: None)})()
+    output = {"_bleu_sys_len": 0, "_bleu_ref_len": 5, "ntokens": 5, "nsentences": 1}
+    output |= {f"_bleu_{name}_{i}": 0 for name in ("counts", "totals") for i in range(4)}
+    with metrics.aggregate(new_root=True) as values:
+        task.reduce_metrics([output], criterion)
+    return "bleu" not in values.get_smoothed_values()
 
 
 def _task(words: Dictionary) -> Any:

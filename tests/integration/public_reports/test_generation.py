@@ -1,30 +1,20 @@
-"""Troubles that users of fairseq have reported in public, tried as they met them ("fs" = a fairseq issue).
+"""Public reports about generate, interactive and validate."""
 
-Others are tested with their module: fs 5036, 2081, 5610, 2867 in tests/compat, fs 4875, 2143, 781 in
-test_end_to_end.py, fs 64, 3312 in test_decoder.py and test_model.py, fs 2593, 1758 in test_scoring.py.
-"""
-
+import io
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
+from surface_fusion.cli.main import main
 from tests.conftest import RunFairseq
-from tests.helpers.paths import REFERENCE
+from tests.integration.public_reports.conftest import CHECKPOINT
 
 pytestmark = pytest.mark.slow
 
-CHECKPOINT = REFERENCE / "checkpoint_best.pt"
 LONG = " ".join(["horse"] * 3000)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(REFERENCE / "data-bin", tmp_path / "data-bin"))
 
 
 def with_long_line(data: Path, split: str) -> Path:
@@ -67,14 +57,6 @@ def test_interactive_answers_an_overlong_line_with_an_empty_one(data: Path, user
     assert re.search(r"line 2 has \d+ subwords", done.stdout + done.stderr)
 
 
-def test_hub_interface(data: Path) -> None:
-    """fs 5610: from_pretrained could no longer load; two sentences of the published translations."""
-    hub = SurfaceFusionModel.from_pretrained(str(REFERENCE), "checkpoint_best.pt", str(data))
-    assert hub.translate("a horse sees a house", beam=4) == "un bur un kor@@ ka vidu"
-    texts = ["today the slow bird hears a horse near the book", "a horse sees a house"]
-    assert hub.translate(texts, beam=4)[0] == "nune lum talo un bur@@ ka gar@@ lo apud audu@@ s"
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -96,12 +78,36 @@ def test_options_of_generate(run_fairseq: RunFairseq, data: Path, flags: tuple[o
         assert len(re.findall(r"^A-\d+\t\d+-\d+", out, re.M)) == 150
 
 
-def test_replace_unk(run_fairseq: RunFairseq, data: Path) -> None:
-    """Raw text, as fairseq demands for it; a reference word that the dictionary lacks stays readable."""
-    for lang, line in (("en", "a horse sees a zebra"), ("xx", "un bur zebru")):
+UNK = ("--replace-unk", "--unkpen", -7, "--max-len-b", 6, "--beam", 2)
+
+
+@pytest.mark.parametrize("flags", [(), ("--print-alignment",), ("--print-alignment", "soft")], ids=str)
+def test_generate_replaces_unknown_words(run_fairseq: RunFairseq, data: Path, flags: tuple[str, ...]) -> None:
+    """IndexError without --print-alignment, TypeError with it; --unkpen makes the model predict <unk>."""
+    for lang, line in (("en", "zebra"), ("xx", "zebru")):
         (data / f"test.en-xx.{lang}").write_text(line + "\n")
-    flags = ("--dataset-impl", "raw", "--replace-unk", "--print-alignment", "--path", CHECKPOINT)
-    out = run_fairseq("generate", data, *flags).stdout
-    hypothesis = re.search(r"^H-0\t\S+\t(.*)", out, re.M)[1]
-    assert re.search(r"^S-0\ta horse sees a zebra$", out, re.M)
-    assert hypothesis and "<unk>" not in hypothesis
+    out = run_fairseq("generate", data, "--dataset-impl", "raw", *UNK, "--path", CHECKPOINT, *flags).stdout
+    assert re.search(r"^S-0\tzebra$", out, re.M)
+    assert re.search(r"^H-0\t\S+\t(zebra ?)+$", out, re.M)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_interactive_replaces_unknown_words(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plain: bool
+) -> None:
+    """By words as typed, which the dictionary lacks."""
+    (data.parent / "words").write_text("zebra zebru\n")
+    for replacement, word in (((), "zebra"), ((data.parent / "words",), "zebru")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("zebra\n\nokapi okapi\n"))
+        flags = (*UNK[1:], UNK[0], *replacement, "--path", CHECKPOINT, "--cpu", "--buffer-size", 3)
+        assert (
+            main([*map(str, ("interactive", data, *flags, "--model-overrides", f"{{'sf_plain': {plain}}}"))])
+            == 0
+        )
+        found = re.findall(r"^H-\d\t\S+\t(.*)$", capsys.readouterr().out, re.M)
+        assert [set(line.split()) for line in found] == [{word}, set(), {"okapi"}]
+
+
+def test_plain_commands_check_the_settings_of_the_search(run_fairseq: RunFairseq, data: Path) -> None:
+    done = run_fairseq("generate", data, "--path", CHECKPOINT, "--beam", 2, "--nbest", 3, check=False)
+    assert done.returncode and "--nbest 3 asks for more than --beam 2 finds" in done.stdout

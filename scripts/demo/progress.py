@@ -14,11 +14,14 @@ from typing import Any
 
 
 def shown(line: str, updates: int) -> str | None:
-    """What a user wants to see of *line* of a training of *updates* updates; None if nothing."""
+    """What a user wants to see of *line* of a training of *updates* updates; None if nothing or cut."""
     if " | WARNING | " in line or " | ERROR | " in line:
         return line.rstrip("\n")
-    start = line.find('{"epoch": ')
-    stats = json.loads(line[start:]) if start >= 0 else {}
+    start = line.rfind('{"epoch": ')
+    try:
+        stats = json.loads(line[start:]) if start >= 0 else {}
+    except json.JSONDecodeError:
+        return None
     for prefix, name in (("", "training"), ("valid_", "validation")):
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
             done = int(stats[f"{prefix}num_updates"])

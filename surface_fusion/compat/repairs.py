@@ -61,11 +61,8 @@ REPAIRS: tuple[Repair, ...] = (
                probe="text_is_evaluated")
         for module in safe_eval.MODULES
     ),
-    Repair(CHECKPOINTS, "overwrite_args_by_name", checkpoint_allowlist.refuse_interpolations_in_cfg,
-           "Interpolations in a checkpoint's configuration read the environment and call resolvers.",
-           probe="overrides_resolve_interpolations"),
-    Repair(CHECKPOINTS, "_upgrade_state_dict", checkpoint_allowlist.refuse_interpolations,
-           "Interpolations in a checkpoint's configuration read the environment and call resolvers.",
+    Repair(CHECKPOINTS, "load_checkpoint_to_cpu", checkpoint_allowlist.refuse_interpolations,
+           "Interpolations in a checkpoint read the environment and call resolvers.",
            probe="checkpoint_reads_environment"),
     Repair(CHECKPOINTS, "load_checkpoint_to_cpu", checkpoint_allowlist.load_allowed,
            "A checkpoint may select any model, task and option; some run commands or fetch URLs.",

@@ -15,7 +15,6 @@ import torch
 from fairseq import checkpoint_utils, file_utils, models, utils
 from fairseq.data import Dictionary, FastaDataset
 from fairseq.data.audio.data_cfg import get_config_from_yaml
-from fairseq.dataclass.utils import overwrite_args_by_name
 from omegaconf import OmegaConf
 
 from tests.compat.probes.checkpoints import checkpoint
@@ -39,13 +38,6 @@ def text_is_evaluated(owner: str) -> bool:
         with contextlib.suppress(Exception):
             utils.eval_str_list(f"[{code}]")
         return path.exists()
-
-
-def overrides_resolve_interpolations() -> bool:
-    calls: list[str] = []
-    OmegaConf.register_new_resolver("probe", calls.append)
-    overwrite_args_by_name(OmegaConf.create({"note": "${probe:called}"}), {})
-    return "called" in calls
 
 
 def checkpoint_reads_environment() -> bool:

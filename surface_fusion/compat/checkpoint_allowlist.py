@@ -265,6 +265,11 @@ def build_allowed(
         _building.reset(token)
 
 
+def skip_initial_embeddings(parse_embedding: Callable[[str], dict[str, Any]], embed_path: str) -> Any:
+    """fairseq's ``parse_embedding``; empty while a trained model is loaded, which has its weights."""
+    return {} if _building.get() is not None else parse_embedding(embed_path)
+
+
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
     shown = shorten(" ".join(refusal.split()), 300)
     return UntrustedCheckpointError(

@@ -22,13 +22,17 @@ def read(log: Path, subset: str) -> list[tuple[int, float]]:
     """Return pairs of update and loss in bits per token of *subset* (``train`` or ``valid``).
 
     If the log has a normalised loss, that is used. If an update occurs twice, the later line is used. The
-    averages of an epoch (``train_...``) are ignored.
+    averages of an epoch (``train_...``) are ignored, and so is a line that was cut when its training was
+    killed.
     """
     prefix = "valid_" if subset == "valid" else ""
     curve = {}
-    for line in log.read_text(encoding="utf-8").split("\n"):
-        start = line.find('{"epoch": ')
-        stats = json.loads(line[start:]) if start >= 0 else {}
+    for line in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+        start = line.rfind('{"epoch": ')
+        try:
+            stats = json.loads(line[start:]) if start >= 0 else {}
+        except json.JSONDecodeError:
+            continue
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
             loss = stats.get(f"{prefix}normalized_nll_loss", stats[f"{prefix}nll_loss"])
             curve[int(stats[f"{prefix}num_updates"])] = float(loss)

@@ -15,11 +15,17 @@ from typing import Any
 
 
 def progress(line: str, updates: int) -> str | None:
-    """Return what to print for a *line* of the log of a training of *updates* updates; None for nothing."""
+    """Return what to print for a *line* of the log of a training of *updates* updates.
+
+    None for other lines, and for a line that was cut when the training was killed.
+    """
     if " | WARNING | " in line or " | ERROR | " in line:
         return line.rstrip("\n")
-    start = line.find('{"epoch": ')
-    stats = json.loads(line[start:]) if start >= 0 else {}
+    start = line.rfind('{"epoch": ')
+    try:
+        stats = json.loads(line[start:]) if start >= 0 else {}
+    except json.JSONDecodeError:
+        return None
     for prefix, name in (("", "training"), ("valid_", "validation")):
         if f"{prefix}nll_loss" in stats and f"{prefix}num_updates" in stats:
             done = int(stats[f"{prefix}num_updates"])

@@ -11,18 +11,21 @@ allowed. So are the values that the user gives for a field on the command line, 
 """
 
 import os
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE
+from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE, UntrustedCheckpointError
+from surface_fusion.compat.patching import replaced
 from surface_fusion.compat.safe_eval import NotLiteralError, literal
 from surface_fusion.errors import SurfaceFusionError, shorten
 
@@ -206,43 +209,37 @@ def _all_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-class _Interpolation(SurfaceFusionError):
-    """The message lacks the path; :func:`load_allowed` adds it."""
+_loading = threading.RLock()
+"""Held while ``torch.load`` is replaced."""
 
 
-def _check_interpolations(stored: Any) -> None:
-    """Refuse interpolations: ``${oc.env:HOME}`` reads the environment, others call the user's resolvers.
+def refuse_interpolations(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """fairseq's ``load_checkpoint_to_cpu``; refuses interpolations before anything resolves them.
 
-    The configurations that fairseq stores are resolved and contain none. Non-string values are checked too:
-    fairseq may convert them to strings.
+    ``${oc.env:HOME}`` reads the environment, others call the user's resolvers. The configurations that
+    fairseq stores are resolved and contain none. Non-string values are checked too: fairseq may convert them
+    to strings.
     """
-    if not trusted():
-        for key, value in _all_items("", stored):
-            if "${" in key or "${" in str(value):
-                raise _Interpolation(f"holds the interpolation {key}={value}")
+    if trusted():
+        return load(path, *args, **kwargs)
+    load_file = torch.load
 
+    def load_checked(*args: Any, **kwargs: Any) -> Any:
+        state = load_file(*args, **kwargs)
+        for key, value in _all_items("", state):
+            if "${" in key or (not isinstance(value, torch.Tensor) and "${" in str(value)):
+                raise _not_trusted(path, f"holds the interpolation {key}={value}")
+        return state
 
-def refuse_interpolations_in_cfg(overwrite: Callable[..., Any], cfg: Any, overrides: Any) -> Any:
-    """fairseq's ``overwrite_args_by_name``, which resolves each field; refuses interpolations in *cfg*."""
-    _check_interpolations(cfg)
-    return overwrite(cfg, overrides)
-
-
-def refuse_interpolations(upgrade: Callable[..., Any], state: Any) -> Any:
-    """fairseq's ``_upgrade_state_dict``; refuses interpolations in the configuration of *state*."""
-    if isinstance(state, dict):
-        _check_interpolations([state.get("args"), state.get("cfg")])
-    return upgrade(state)
+    with _loading, replaced(torch, "load", load_checked):
+        return load(path, *args, **kwargs)
 
 
 def load_allowed(
     load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """fairseq's ``load_checkpoint_to_cpu``; calls :func:`check_configuration` if a model is built from it."""
-    try:
-        state = load(path, arg_overrides, *args, **kwargs)
-    except _Interpolation as refusal:
-        raise _not_trusted(path, str(refusal)) from None
+    state = load(path, arg_overrides, *args, **kwargs)
     if (building := _building.get()) is not None:
         check_configuration(state, path, arg_overrides, building == "task")
     return state
@@ -268,9 +265,13 @@ def build_allowed(
         _building.reset(token)
 
 
+def skip_initial_embeddings(parse_embedding: Callable[[str], dict[str, Any]], embed_path: str) -> Any:
+    """fairseq's ``parse_embedding``; empty while a trained model is loaded, which has its weights."""
+    return {} if _building.get() is not None else parse_embedding(embed_path)
+
+
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
     shown = shorten(" ".join(refusal.split()), 300)
-    return SurfaceFusionError(
-        f"checkpoint {path} {shown}, which is not on the list of what a file may name; if you trust the "
-        f"file, load it with --trust-checkpoint (surface-fusion) or {TRUST_VARIABLE}=1 (fairseq commands)"
+    return UntrustedCheckpointError(
+        f"checkpoint {path} {shown}, which is not on the list of what a file may name"
     )

@@ -22,6 +22,21 @@ TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """torch's environment variable that allows arbitrary pickles in checkpoints when it is 1."""
 
 
+class UntrustedCheckpointError(SurfaceFusionError):
+    """Loading a checkpoint needs ``--trust-checkpoint``.
+
+    Attributes:
+        reason: what in the file needs it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+            f"{TRUST_VARIABLE}=1 (fairseq commands)"
+        )
+        self.reason = reason
+
+
 def allow_checkpoint_classes() -> None:
     """Register the classes in fairseq's checkpoints with torch's safe unpickler (fs 5610, 5603).
 
@@ -74,10 +89,9 @@ def explain_bad_checkpoint(
     except Exception as error:  # torch raises various exceptions on malformed files
         unknown = re.search(r"GLOBAL (\S+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and unknown is not None:
-            raise SurfaceFusionError(
+            raise UntrustedCheckpointError(
                 f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
-                "classes; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
-                f"{TRUST_VARIABLE}=1 (fairseq commands)"
+                "classes"
             ) from error
         raise DamagedCheckpointError(
             f"checkpoint {path} is truncated or not a fairseq checkpoint ({type(error).__name__}); give "

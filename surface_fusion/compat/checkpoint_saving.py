@@ -7,12 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import torch
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from torch import Tensor
 
+from surface_fusion.compat.patching import replaced
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import WriteError, atomic_write, remove_abandoned
 
@@ -121,6 +123,58 @@ def check_space(
                 "--save-dir, or write fewer files (--no-epoch-checkpoints, --no-save-optimizer-state)"
             )
     return result
+
+
+def keep_n_best(
+    save_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Optional[float]
+) -> Any:
+    """fairseq's ``save_checkpoint``; also saves a worse value while there are too few of the best.
+
+    fairseq saves only what is better than the worst that is kept, however few those are.
+    """
+    if val_loss is None or cfg.keep_best_checkpoints <= 0:
+        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+    find = checkpoint_utils.checkpoint_paths
+    worst = f"_{'-' if cfg.maximize_best_checkpoint_metric else ''}inf{trainer.checkpoint_suffix}.pt"
+
+    def find_worst(*args: Any, **kwargs: Any) -> list[str]:
+        checkpoint_utils.checkpoint_paths = find  # later calls find the files to remove
+        found = find(*args, **kwargs)
+        return found if len(found) >= cfg.keep_best_checkpoints else [worst]
+
+    with replaced(checkpoint_utils, "checkpoint_paths", find_worst):
+        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+
+
+def save_interval_at_end_of_epoch(
+    save_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Optional[float]
+) -> Any:
+    """fairseq's ``save_checkpoint``; an update of ``--save-interval-updates`` may also end an epoch."""
+    epoch, interval = epoch_itr.epoch, cfg.save_interval_updates
+    due = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
+    if not due or cfg.write_checkpoints_asynchronously:
+        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+
+    def save_both(filename: str, extra_state: Any) -> Any:
+        saved = trainer.save_checkpoint(filename, extra_state)
+        if not cfg.no_epoch_checkpoints and epoch % cfg.save_interval == 0:
+            name = f"checkpoint{epoch}{trainer.checkpoint_suffix}.pt"
+            PathManager.copy(filename, os.path.join(cfg.save_dir, name), overwrite=True)
+        return saved
+
+    # As within an epoch, whose file is copied from that of the update.
+    within = _Overridden(epoch_itr, end_of_epoch=lambda: False)
+    return save_checkpoint(cfg, _Overridden(trainer, save_checkpoint=save_both), within, val_loss)
+
+
+class _Overridden:
+    """An object with some attributes overridden."""
+
+    def __init__(self, original: Any, **attributes: Any) -> None:
+        vars(self).update(attributes, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
 def checkpoint_size(trainer: Any) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from surface_fusion.compat import (
     interactive,
     line_endings,
     model_overrides,
+    numpy_names,
     resume,
     safe_eval,
     safe_readers,
@@ -62,11 +63,8 @@ REPAIRS: tuple[Repair, ...] = (
                probe="text_is_evaluated")
         for module in safe_eval.MODULES
     ),
-    Repair(CHECKPOINTS, "overwrite_args_by_name", checkpoint_allowlist.refuse_interpolations_in_cfg,
-           "Interpolations in a checkpoint's configuration read the environment and call resolvers.",
-           probe="overrides_resolve_interpolations"),
-    Repair(CHECKPOINTS, "_upgrade_state_dict", checkpoint_allowlist.refuse_interpolations,
-           "Interpolations in a checkpoint's configuration read the environment and call resolvers.",
+    Repair(CHECKPOINTS, "load_checkpoint_to_cpu", checkpoint_allowlist.refuse_interpolations,
+           "Interpolations in a checkpoint read the environment and call resolvers.",
            probe="checkpoint_reads_environment"),
     Repair(CHECKPOINTS, "load_checkpoint_to_cpu", checkpoint_allowlist.load_allowed,
            "A checkpoint may select any model, task and option; some run commands or fetch URLs.",
@@ -74,6 +72,9 @@ REPAIRS: tuple[Repair, ...] = (
     Repair(CHECKPOINTS, "load_model_ensemble_and_task", checkpoint_allowlist.build_allowed,
            "A checkpoint may select any model, task and option; some run commands or fetch URLs.",
            probe="checkpoint_names_any_model"),
+    Repair("fairseq.utils", "parse_embedding", checkpoint_allowlist.skip_initial_embeddings,
+           "Loading a trained model reads the file of --encoder-embed-path, which may be gone or endless.",
+           probe="trained_model_reads_embeddings"),
     Repair("fairseq.data.fasta_dataset.FastaDataset", "_build_index", safe_readers.index_fasta_without_shell,
            "The name of a FASTA file is passed to a shell, which runs commands in it.",
            probe="fasta_name_reaches_shell"),
@@ -104,6 +105,12 @@ REPAIRS: tuple[Repair, ...] = (
     Repair(CHECKPOINTS, "verify_checkpoint_directory", checkpoint_saving.check_folder,
            'The test of --save-dir overwrites and removes a file named "dummy" of the user.',
            probe="dummy_file_is_removed"),
+    Repair(CHECKPOINTS, "save_checkpoint", checkpoint_saving.keep_n_best,
+           "--keep-best-checkpoints keeps only values better than the worst kept, however few there are.",
+           probe="second_best_is_not_kept"),
+    Repair(CHECKPOINTS, "save_checkpoint", checkpoint_saving.save_interval_at_end_of_epoch,
+           "--save-interval-updates writes no file for an update that ends an epoch.",
+           probe="update_that_ends_epoch_is_not_saved"),
     Repair(CHECKPOINTS, "load_checkpoint", checkpoint_saving.check_space,
            "A disk that is too small for a checkpoint is noticed at the first save.",
            probe="lack_of_space_is_noticed_late"),
@@ -145,6 +152,17 @@ REPAIRS: tuple[Repair, ...] = (
     Repair("fairseq.data.concat_dataset.ConcatDataset", "__init__", batching.accept_split_training_sets,
            "train, train1, ... cannot be read with the default of --upsample-primary.",
            probe="split_data_needs_flag", report="fs 3644"),
+    *(
+        Repair(f"fairseq.data.{owner}", attribute, numpy_names.with_removed_names,
+               "--num-batch-buckets and --sample-break-mode eos use names that numpy has removed.",
+               probe="removed_names_of_numpy_are_used")
+        for owner, attribute in (
+            ("bucket_pad_length_dataset", "get_buckets"),
+            ("audio.raw_audio_dataset", "get_buckets"),
+            ("language_pair_dataset.LanguagePairDataset", "__init__"),
+            ("token_block_dataset.TokenBlockDataset", "__init__"),
+        )
+    ),
     # -- Generation --
     Repair("fairseq.search.DiverseBeamSearch", "step", search_options.map_sentence_ids,
            "--diverse-beam-groups takes ids of sentences for rows, which fails once a sentence is finished.",
@@ -233,6 +251,10 @@ REPAIRS: tuple[Repair, ...] = (
     Repair(CHECKPOINTS, "save_checkpoint", changed_data.check_files_after_save,
            "A training reads on from data files that were removed or changed, and ends with status 0.",
            probe="removed_data_is_read"),
+    # Inside of start_without_old_state, which clears the count of --patience.
+    Repair(CHECKPOINTS, "load_checkpoint", resume.end_finished_training,
+           "A finished training that is started again does one more update.",
+           probe="finished_training_goes_on"),
     Repair(CHECKPOINTS, "load_checkpoint", global_state.start_without_old_state,
            "A second training in one process keeps the best value, --patience and log files of the first.",
            probe="best_value_outlives_training"),

@@ -85,6 +85,31 @@ def with_last_validation(
     return extra
 
 
+def end_finished_training(
+    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """fairseq's ``load_checkpoint``; a training that has reached its limit does no further update.
+
+    fairseq compares ``--max-update`` and ``--stop-time-hours`` after an update only.
+    """
+    extra_state, epoch_itr = load_checkpoint(cfg, trainer, *args, **kwargs)
+    limits = trainer.cfg.optimization
+    hours = (extra_state or {}).get("previous_training_time", 0) / 3600
+    for flag, limit, reached in (
+        ("--max-update", limits.max_update, trainer.get_num_updates()),
+        ("--max-epoch", limits.max_epoch, epoch_itr.next_epoch_idx - 1),
+        ("--stop-time-hours", limits.stop_time_hours, hours),
+    ):
+        if 0 < limit <= reached:
+            logger.info(
+                f"nothing to do: {cfg.save_dir} has reached {flag} {limit:g}; raise it to train on, or give "
+                "another --save-dir"
+            )
+            limits.max_epoch = -1  # fairseq begins no epoch
+            break
+    return extra_state, epoch_itr
+
+
 def with_bad_epochs(state_dict: Callable[[Any], dict[str, Any]], schedule: Any) -> dict[str, Any]:
     """fairseq's ``reduce_lr_on_plateau.state_dict`` with the number of epochs without a better loss."""
     return {**state_dict(schedule), "num_bad_epochs": schedule.lr_scheduler.num_bad_epochs}

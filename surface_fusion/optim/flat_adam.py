@@ -42,7 +42,8 @@ class FlatAdam(FairseqOptimizer):
     """Interface to fairseq's trainer and fp16 wrappers; :class:`FlatAdamUpdate` does the update.
 
     Unlike with ``adam``, the gradient of a parameter that a batch does not use is zero, not None: its moments
-    decay and its weights are updated, as in fairseq's distributed trainings.
+    decay and its weights are updated, as in fairseq's distributed trainings. Parameters that were frozen
+    (``requires_grad_(False)``) do not change.
     """
 
     optimizer: "FlatAdamUpdate"
@@ -198,7 +199,13 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         group = self.param_groups[0]
         options = AdamOptions(*(group[name] for name in AdamOptions._fields))
         adam = plain_adam if self._plain else fused_adam
-        adam(weights, grad, *self._allocated_moments(), self._steps + 1, options)
+        moments = self._allocated_moments()
+        frozen = [] if self.flat.requires_grad else [p for p in self.flat.offsets if not p.requires_grad]
+        unchanged = [self.flat.view(param, flat) for param in frozen for flat in (weights, *moments)]
+        before = [part.clone() for part in unchanged]
+        adam(weights, grad, *moments, self._steps + 1, options)
+        for part, value in zip(unchanged, before, strict=True):
+            part.copy_(value)
         if self._half:
             data.copy_(weights)
 

@@ -148,6 +148,7 @@ def test_an_unsafe_checkpoint_is_named_so(command, checkpoint, tmp_path):
     assert refused.status == 2 and "torch.nn.modules.linear.Linear" in refused.err
     facts = json.loads(command("info", tmp_path / "unsafe.pt", "--trust-checkpoint", "--json").out)
     assert facts["safe_to_load"] is False
+    assert facts["unsafe_because"].endswith("which is not on the list of safe classes"), "no advice twice"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fairseq import checkpoint_utils, models, tasks, utils
 from fairseq.data import Dictionary, data_utils, encoders
 from fairseq.models import FairseqEncoderDecoderModel, register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig
-from omegaconf import AnyNode, OmegaConf
+from omegaconf import AnyNode, DictConfig, OmegaConf
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.averaging import average_checkpoints
@@ -366,13 +366,22 @@ def test_no_configuration_reads_the_environment(
         assert "holds the interpolation" in said and "${oc.env:SECRET}" in said and "password" not in said
 
 
-def test_no_resolver_registered_by_the_user_runs_for_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["cfg", "extra_state", "the file", "node"])
+def test_no_resolver_registered_by_the_user_runs_for_a_checkpoint(
+    checkpoint: Path, tmp_path: Path, part: str
+) -> None:
     """Programs register one that evaluates; overrides read each field before the checkpoint is upgraded."""
     marker = tmp_path / "marker"
     OmegaConf.register_new_resolver("touch", lambda: marker.touch())
+    config = OmegaConf.create({"model": {"note": "${touch:}"}, "cfg": "${touch:}", "args": "${touch:}"})
     try:
-        rewrite(checkpoint, lambda state: state.update(args=None, cfg={"model": {"note": "${touch:}"}}))
-        with pytest.raises(SurfaceFusionError, match="holds the interpolation note="):
+        if part == "the file":
+            torch.save(config, checkpoint)
+        elif part == "node":
+            rewrite(checkpoint, lambda state: state.update(args=None, cfg=DictConfig("${touch:}")))
+        else:
+            rewrite(checkpoint, lambda state: state.update({"args": None, part: config}))
+        with pytest.raises(SurfaceFusionError, match=r"holds the interpolation (note|cfg)="):
             checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), {"data": "elsewhere"})
     finally:
         OmegaConf.clear_resolver("touch")

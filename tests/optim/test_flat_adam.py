@@ -130,6 +130,29 @@ def test_fifty_updates_equal_fairseqs_adam(
             torch.testing.assert_close(param, reference, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
+def test_parameters_frozen_later_stay_as_they_are(dtype: torch.dtype, plain: bool) -> None:
+    """Adam's moments still moved them."""
+    model = network(dtype)
+    optimizer = build(model, sf_plain=plain)
+    for step in range(6):
+        if step == 2:
+            model[0].requires_grad_(False)
+            before = [param.clone() for param in model.parameters()]
+            state = optimizer.state_dict()["state"]
+            moments = {name: value.clone() for name, value in state[0].items() if name != "step"}
+        optimizer.zero_grad()
+        for param, grad in zip(model.parameters(), gradients(model, step), strict=True):
+            if param.requires_grad:
+                param.grad.add_(grad)
+        optimizer.step()
+    moved = [not param.equal(old) for param, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, False] + [True] * (len(before) - 2)
+    after = optimizer.state_dict()["state"][0]
+    assert all(after[name].equal(value) for name, value in moments.items())
+
+
 def test_padding_of_the_flat_buffer_stays_zero() -> None:
     model = network()
     optimizer = build(model)

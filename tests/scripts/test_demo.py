@@ -117,6 +117,14 @@ def test_a_log_without_losses_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "curve.png").exists()
 
 
+def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    """A killed training cuts its last line; the next one appends to it."""
+    log, line = tmp_path / "train.log", '{"epoch": 1, "nll_loss": "8", "num_updates": "31"}'
+    log.write_text(f"{line[:30]}\n{line[:20]}12:00 | INFO | x | {line}\n{line[:-1]}")
+    assert script("plot_curve").read(log, "train") == [(31, 8)]
+    assert [bool(script("progress").shown(text, 100)) for text in (line[:30], line)] == [False, True]
+
+
 def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("\n".join(line.split(" | ")[-1] for line in LOG.splitlines()))

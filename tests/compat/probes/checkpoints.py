@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import io
 import tempfile
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, LanguagePairDataset
+from fairseq.dataclass.configs import CheckpointConfig
 from fairseq.file_io import PathManager
 from fairseq.optim import FairseqOptimizer
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
+from fairseq_cli import train
 
 from tests.compat.probes.expect import error_of, fails, replaced
 from tests.helpers.full_disk import files_of_at_most
@@ -27,6 +30,12 @@ def checkpoint(**parts: Any) -> dict[str, Any]:
     history = [{"num_updates": 1, "optimizer_name": "", "lr_scheduler_state": {}}]
     extra = {"train_iterator": {"epoch": 1}, **parts.pop("extra_state", {})}
     return {"model": {"w": torch.ones(1000)}, "optimizer_history": history, "extra_state": extra, **parts}
+
+
+def finished_training_goes_on() -> bool:
+    """By its code: ``--max-update`` is read after an update only."""
+    code = inspect.getsource(train.main) + inspect.getsource(train.train)
+    return "max_update" not in code.replace("max_update=cfg.optimization.max_update", "")
 
 
 def namespace_is_refused() -> bool:
@@ -99,6 +108,35 @@ def copy_is_in_place() -> bool:
         with files_of_at_most(1000), contextlib.suppress(OSError):
             PathManager.copy(str(new), str(last), overwrite=True)
         return len(last.read_bytes()) != 1500
+
+
+def _saved(value: float, end_of_epoch: bool, **flags: Any) -> set[str]:
+    """Names of the files that a save at update 20 writes after a best value of 1."""
+    names: set[str] = set()
+    trainer = argparse.Namespace(data_parallel_rank=0, should_save_checkpoint_on_current_rank=True)
+    vars(trainer).update(checkpoint_suffix="", task=None, get_num_updates=lambda: 20)
+    vars(trainer).update(
+        consolidate_optimizer=lambda: None, save_checkpoint=lambda name, state: names.add(name)
+    )
+    epoch = argparse.Namespace(epoch=1, end_of_epoch=lambda: end_of_epoch, state_dict=dict)
+    cfg = CheckpointConfig(no_last_checkpoints=True, no_epoch_checkpoints=True, **flags)
+    checkpoint_utils.save_checkpoint.best = 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        cfg.save_dir = folder
+        Path(folder, "checkpoint.best_loss_1.0000.pt").touch()
+        checkpoint_utils.save_checkpoint(cfg, trainer, epoch, value)
+    del checkpoint_utils.save_checkpoint.best
+    return {Path(name).name for name in names}
+
+
+def second_best_is_not_kept() -> bool:
+    return not _saved(2.0, True, keep_best_checkpoints=2)
+
+
+def update_that_ends_epoch_is_not_saved() -> bool:
+    return bool(_saved(2.0, False, save_interval_updates=5)) and not _saved(
+        2.0, True, save_interval_updates=5
+    )
 
 
 def dummy_file_is_removed() -> bool:

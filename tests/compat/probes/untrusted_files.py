@@ -15,7 +15,7 @@ import torch
 from fairseq import checkpoint_utils, file_utils, models, utils
 from fairseq.data import Dictionary, FastaDataset
 from fairseq.data.audio.data_cfg import get_config_from_yaml
-from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.models.transformer import TransformerModelBase
 from omegaconf import OmegaConf
 
 from tests.compat.probes.checkpoints import checkpoint
@@ -41,13 +41,6 @@ def text_is_evaluated(owner: str) -> bool:
         return path.exists()
 
 
-def overrides_resolve_interpolations() -> bool:
-    calls: list[str] = []
-    OmegaConf.register_new_resolver("probe", calls.append)
-    overwrite_args_by_name(OmegaConf.create({"note": "${probe:called}"}), {})
-    return "called" in calls
-
-
 def checkpoint_reads_environment() -> bool:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         torch.save(checkpoint(cfg={"note": "${oc.env:PATH}"}), file.name)
@@ -65,6 +58,13 @@ def checkpoint_names_any_model() -> bool:
         with contextlib.suppress(Exception):
             checkpoint_utils.load_model_ensemble_and_task([__file__], task=task, state=state)
         return path.exists()
+
+
+def trained_model_reads_embeddings() -> bool:
+    """By its code: only ``FairseqTask.build_model`` knows that the model is loaded from a checkpoint."""
+    builds = inspect.signature(TransformerModelBase.build_embedding).parameters
+    code = inspect.getsource(TransformerModelBase.build_embedding)
+    return "from_checkpoint" not in builds and "parse_embedding(path)" in code
 
 
 def fasta_name_reaches_shell() -> bool:

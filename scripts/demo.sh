@@ -78,7 +78,7 @@ else
         --optimizer flat_adam --adam-betas '(0.9, 0.98)' --lr 0.002 --clip-norm 1.0 \
         --lr-scheduler polynomial_decay --warmup-updates $warmup --total-num-update $updates \
         --max-tokens 1000 --max-update $updates --seed 1 --num-workers 0 \
-        --no-epoch-checkpoints --save-dir "$run/checkpoints" \
+        --no-epoch-checkpoints --save-interval-updates 50 --keep-interval-updates 1 --save-dir "$run/checkpoints" \
         --log-format json --log-interval $interval --no-progress-bar "$@" |
         tee -a "$run/train.log" | python "$scripts/demo/progress.py" --updates $updates
     echo "$updates $*" >"$run/trained"

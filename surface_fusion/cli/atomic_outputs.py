@@ -6,13 +6,12 @@ import io
 import logging
 import os
 import shutil
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from surface_fusion.compat.patching import replaced
-from surface_fusion.io.atomic_write import NO_SPACE, WriteError, atomic_write
+from surface_fusion.io.atomic_write import NO_SPACE, WriteError, atomic_write, create_folder, remove_abandoned
 
 LOG = "preprocess.log"
 
@@ -54,7 +53,8 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
     created = not os.path.exists(destdir)
     os.makedirs(destdir, exist_ok=True)
     try:
-        args.destdir = tempfile.mkdtemp(prefix=".preprocess.", suffix=".tmp", dir=destdir)
+        remove_abandoned(destdir)
+        args.destdir, lock = create_folder(destdir, "preprocess")
     except OSError as error:
         raise WriteError(destdir, error) from error
     renames = _RenameFolder(args.destdir, destdir)
@@ -71,6 +71,7 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         logger.removeFilter(renames)
         _close_logs(logger, args.destdir)
         shutil.rmtree(args.destdir, ignore_errors=True)
+        os.close(lock)
         args.destdir = destdir
         if created:
             with contextlib.suppress(OSError):  # it is not empty after a success

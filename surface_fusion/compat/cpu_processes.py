@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fairseq.distributed import utils as distributed_utils
+from fairseq.modules import LayerDropModuleList
 
 from surface_fusion.compat.rank_watch import WatchedMain
 from surface_fusion.errors import SurfaceFusionError
@@ -77,6 +78,17 @@ def without_device_ids(ddp: Callable[..., Any], *args: Any, module: Any, **kwarg
     """torch's ``DistributedDataParallel``, which refuses device ids of a model on the CPU."""
     if not any(parameter.is_cuda for parameter in module.parameters()):
         kwargs.update(device_ids=None, output_device=None)
+    return ddp(*args, module=module, **kwargs)
+
+
+def find_unused_parameters(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
+    """torch's ``DistributedDataParallel``; finds unused parameters, where there are any.
+
+    An update leaves some out with LayerDrop and ``--no-cross-attention``; the search costs time.
+    """
+    drops = (isinstance(part, LayerDropModuleList) and part.p > 0 for part in module.modules())
+    if any(drops) or getattr(getattr(module, "cfg", None), "no_cross_attention", False):
+        kwargs["find_unused_parameters"] = True
     return ddp(*args, module=module, **kwargs)
 
 

@@ -281,6 +281,9 @@ REPAIRS: tuple[Repair, ...] = (
     Repair(MODEL_WRAPPER, "DistributedDataParallel", cpu_processes.without_device_ids,
            "torch's DistributedDataParallel gets a device id for a model on the CPU, which it refuses.",
            probe="ddp_gets_device_on_cpu"),
+    Repair(MODEL_WRAPPER, "DistributedDataParallel", cpu_processes.find_unused_parameters,
+           "--ddp-backend pytorch_ddp fails with LayerDrop: a dropped layer's parameters have no gradient.",
+           probe="ddp_finds_no_unused_parameters"),
 )
 # fmt: on
 """All wrappers in the order in which they are applied: of one attribute, the last is the outermost."""

@@ -149,6 +149,9 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         reason, flat = why_not_packed(model), flat_of(unwrapped(model))
         if self.ignore_prefix_size > 0 and getattr(self.task.cfg, "left_pad_target", False):
             reason = "--ignore-prefix-size with --left-pad-target"  # the prefix then includes padding
+        if reason is not None and getattr(model, "find_unused_parameters", False):
+            # torch's DDP would count the output layer, which the fused loss reads outside of the forward.
+            return PLAIN, f"the plain loss, because of unused parameters in --ddp-backend, and {reason}"
         if reason is not None or flat is None:
             return FUSED, f"output layer and loss fused; layers with padding, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from typing import BinaryIO, Optional, Union
@@ -91,17 +92,32 @@ def write_text(path: PathLike, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def create_folder(folder: PathLike, name: str) -> tuple[str, int]:
+    """Create a temporary folder in *folder*; return its path and the lock, a descriptor to close at the end.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    path = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    os.mkdir(path, 0o700)
+    lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # the file system does not support locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return path, lock
+
+
 def remove_abandoned(folder: PathLike) -> None:
-    """Remove the temporary files in *folder* that no running process writes."""
+    """Remove the temporary files and folders in *folder* that no running process writes."""
     for name in os.listdir(folder):
         if TEMPORARY.fullmatch(name) is None:
             continue
         path = os.path.join(folder, name)
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            access = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR
+            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer has the lock
-                os.remove(path)
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
             finally:
                 os.close(descriptor)
 

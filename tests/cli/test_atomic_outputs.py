@@ -1,7 +1,13 @@
 """``preprocess``, ``generate`` and ``analyse`` leave whole files, or none."""
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
+from surface_fusion.io.atomic_write import create_folder, remove_abandoned
 from tests.helpers.full_disk import files_of_at_most, names, small_disk
 from tests.helpers.small_training import PREPROCESS, TEXT
 
@@ -44,6 +50,27 @@ def test_preprocess_leaves_an_earlier_folder_as_it_was(command, data, tmp_path):
     }
     assert command(*again).status == 0
     assert binarised(out) == {**binarised(data), "kept.txt": before["dict.ro.txt"]}
+
+
+def test_preprocess_removes_the_folder_of_a_killed_one(command, data, tmp_path):
+    out, ready = tmp_path / "data", tmp_path / "ready"
+    pid = os.fork()
+    if pid == 0:
+        out.mkdir()
+        folder, _ = create_folder(out, "preprocess")
+        Path(folder, "train.bin").touch()
+        ready.touch()
+        time.sleep(600)
+    try:
+        while not ready.exists():
+            time.sleep(0.05)
+        remove_abandoned(out)
+        assert len(names(out)) == 1, "it is still running"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert command("preprocess", *PREPROCESS, "--destdir", out).status == 0
+    assert binarised(out) == binarised(data) and not [name for name in names(out) if name.endswith(".tmp")]
 
 
 def test_preprocess_on_a_full_disk(command, tmp_path):

@@ -144,6 +144,14 @@ def test_progress_is_short_and_in_bits() -> None:
     assert shown("12:00 | WARNING | x | look out\n", 100) == "12:00 | WARNING | x | look out"
 
 
+def test_a_training_interrupted_in_its_first_epoch_goes_on() -> None:
+    """An epoch has more updates than thousands of words in the text: 1,000 tokens are a batch."""
+    flags = (DEMO.parent / "demo.sh").read_text(encoding="utf-8").split()
+    words = (DEMO / "data" / "train.ro").read_text(encoding="utf-8").split()
+    assert 0 < int(flags[flags.index("--save-interval-updates") + 1]) < len(words) / 1000
+    assert flags[flags.index("--keep-interval-updates") + 1] == "1"
+
+
 def test_progress_leaves_an_interruption_to_the_training() -> None:
     """Which says so in a line, and whose last lines are still to be shown."""
     command = [sys.executable, str(DEMO / "progress.py"), "--updates", "100"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import distributed_fairseq_model
+from fairseq.modules import LayerDropModuleList
 from omegaconf import OmegaConf
 from torch import distributed
 
@@ -41,21 +42,31 @@ def _torchrun_divides_by_zero() -> bool:
         return fails(distributed_utils.infer_init_method, given, error=ZeroDivisionError)
 
 
-def ddp_gets_device_on_cpu() -> bool:
-    devices: list[object] = []
+def _arguments_of_ddp(model: torch.nn.Module) -> dict[str, object]:
+    """What torch's wrapper gets for *model* on the CPU with fairseq's defaults."""
+    got: dict[str, object] = {}
 
-    def ddp(device_ids: object, **kwargs: object) -> None:
-        devices.append(device_ids)
+    def ddp(**kwargs: object) -> None:
+        got.update(kwargs)
         raise InterruptedError
 
     names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view")
     args = argparse.Namespace(tpu=False, ddp_backend="pytorch_ddp", device_id=0, ddp_comm_hook="none")
     vars(args).update(dict.fromkeys(names, False))
-    model, device = torch.nn.Linear(1, 1), torch.device("cpu")
+    device = torch.device("cpu")
     with replaced(distributed_fairseq_model, "DistributedDataParallel", ddp):
         make = distributed_fairseq_model.DistributedFairseqModel
         fails(make, args, model, None, device, error=InterruptedError)
-    return devices == [[0]]
+    return got
+
+
+def ddp_gets_device_on_cpu() -> bool:
+    return _arguments_of_ddp(torch.nn.Linear(1, 1))["device_ids"] == [0]
+
+
+def ddp_finds_no_unused_parameters() -> bool:
+    layers = LayerDropModuleList(0.2, [torch.nn.Linear(1, 1)])
+    return _arguments_of_ddp(layers)["find_unused_parameters"] is False
 
 
 def first_group_has_no_limit() -> bool:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+from typing import TextIO
 
 from omegaconf import DictConfig
 
@@ -25,6 +26,23 @@ def below_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR
 
 
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Ends the command if the reader of the log has closed it; reports a full disk once and goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Handle the error of writing *record*."""
+        error = sys.exc_info()[1]
+        if isinstance(error, BrokenPipeError):
+            raise error
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(f"surface-fusion: the log cannot be written: {error.strerror}", file=sys.stderr)
+
+
 _SHORT_CONFIGURATION = ShortConfiguration()
 
 
@@ -36,9 +54,9 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
-        if type(handler) is logging.StreamHandler:
+        if type(handler) in (logging.StreamHandler, LogHandler):
             root.removeHandler(handler)
-    handler = logging.StreamHandler(getattr(sys, stream_name))
+    handler = LogHandler(getattr(sys, stream_name))
     handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())

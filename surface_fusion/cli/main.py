@@ -1,11 +1,13 @@
 """``surface-fusion VERB ...``: dispatch to a verb and set the exit status."""
 
+import contextlib
 import difflib
 import os
 import sys
 
 from surface_fusion.cli import analyse, average, fairseq_verbs, info, score, translate, user_errors
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.io.atomic_write import FULL
 from surface_fusion.version import __version__
 
 OWN_VERBS = {
@@ -46,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     name = "surface-fusion" + (f" {argv[0]}" if argv and argv[0] in SUMMARIES else "")
     try:
         _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return 0
     except SystemExit as stop:  # argparse after --help
         return int(stop.code or 0)
@@ -53,14 +57,22 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # as in "surface-fusion info | head -1"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
     except Exception as exception:
         line = user_errors.user_line(exception)
         if line is None:
             raise
+        if isinstance(exception, OSError) and exception.errno in FULL:
+            _discard_output()
         print(f"{name}: error: {line}", file=sys.stderr)
         return 2
+
+
+def _discard_output() -> None:
+    """Discard what standard output holds, which Python would try to write again when it ends."""
+    with contextlib.suppress(OSError):  # not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> None:

@@ -14,10 +14,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from torch import Tensor
 
@@ -52,20 +52,8 @@ class NotFiniteError(SurfaceFusionError):
         self.state = state
 
 
-@dataclass(frozen=True)
-class _Resume:
-    """How the trainer uses the checkpoint that it loads.
-
-    Attributes:
-        folder: where to search for a replacement of a damaged file; None if it must not be replaced.
-        optimizer: whether the optimizer's state is used.
-    """
-
-    folder: Optional[str]
-    optimizer: bool
-
-
-_resume: ContextVar[Optional[_Resume]] = ContextVar("_resume", default=None)
+_uses_optimizer: ContextVar[bool] = ContextVar("_uses_optimizer", default=False)
+"""Whether the optimizer's state in the loaded checkpoint is used, which only the trainer does."""
 
 
 def load_newest_intact(
@@ -86,11 +74,16 @@ def load_newest_intact(
     )
     if default and not os.path.exists(filename):
         _warn_of_others(cfg.save_dir)
-    token = _resume.set(_Resume(cfg.save_dir if default else None, not reset_optimizer))
+    token = _uses_optimizer.set(not reset_optimizer)
     try:
         return load_checkpoint(trainer, filename, reset_optimizer, *args, **kwargs)
+    except DamagedCheckpointError as damage:  # raised before the trainer has changed or been sent anything
+        if not default:
+            raise
+        intact = _newest_intact(cfg.save_dir, filename, damage)
+        return load_checkpoint(trainer, intact, reset_optimizer, *args, **kwargs)
     finally:
-        _resume.reset(token)
+        _uses_optimizer.reset(token)
 
 
 def _warn_of_others(folder: str) -> None:
@@ -113,17 +106,11 @@ def load_intact(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) 
     """fairseq's ``load_checkpoint_to_cpu``; verifies checksums and that all values are finite.
 
     Raises:
-        DamagedCheckpointError: the file is damaged and may not be replaced, or there is no other.
+        DamagedCheckpointError: the file is damaged.
         NotFiniteError: a tensor contains NaN or infinity.
     """
-    resume = _resume.get()
-    try:
-        state = _load_checked(load, path, *args, **kwargs)
-    except DamagedCheckpointError as damage:
-        if resume is None or resume.folder is None:
-            raise
-        path, state = _newest_intact(load, resume.folder, path, damage, *args, **kwargs)
-    tensor = not_finite(state, optimizer=resume is not None and resume.optimizer)
+    state = _load_checked(load, path, *args, **kwargs)
+    tensor = not_finite(state, optimizer=_uses_optimizer.get())
     if tensor is not None:
         raise NotFiniteError(path, tensor, state, in_optimizer=not_finite(state, optimizer=False) is None)
     return state
@@ -145,20 +132,19 @@ def _load_checked(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any
         raise
 
 
-def _newest_intact(
-    load: Callable[..., Any], folder: str, damaged: str, damage: Exception, *args: Any, **kwargs: Any
-) -> tuple[str, Any]:
-    """Path and content of the intact checkpoint in *folder* with the most updates."""
+def _newest_intact(folder: str, damaged: str, damage: Exception) -> str:
+    """The intact checkpoint in *folder* with the most updates."""
     others = [path for path in _checkpoints_in(folder) if path != damaged]
     updates = {path: count for path in others if (count := _updates(path)) is not None}
     for path in sorted(updates, key=lambda path: (updates[path], os.path.getmtime(path)), reverse=True):
         try:
-            state = _load_checked(load, path, *args, **kwargs)
+            with contextlib.suppress(NotFiniteError):  # raised again when the trainer loads it
+                checkpoint_utils.load_checkpoint_to_cpu(path)
         except SurfaceFusionError as error:
             logger.warning(f"skipping {path}: {error}")
             continue
         logger.warning(f"{damage}; resuming from {path} ({updates[path]} updates), the newest intact one")
-        return path, state
+        return path
     raise DamagedCheckpointError(
         f"{damage}; {folder} has no intact checkpoint to resume from; remove {damaged} to start from scratch"
     ) from damage

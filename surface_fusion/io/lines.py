@@ -6,6 +6,7 @@ Python's text files split. Text is UTF-8; a leading byte order mark is removed.
 """
 
 import io
+import logging
 import os
 import select
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from surface_fusion.errors import SurfaceFusionError
+
+logger = logging.getLogger(__name__)
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -56,22 +59,33 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def iterate_lines(stream: Any) -> Iterator[str]:
-    """Yield the lines of *stream* as they arrive; bytes that are not UTF-8 become U+FFFD.
+    """Yield the lines of *stream* as they arrive; bytes that are not UTF-8 become U+FFFD, with a warning.
 
     Args:
         stream: a text stream such as ``sys.stdin``, or a binary one.
     """
-    source, first = getattr(stream, "buffer", stream), True
+    source, number = getattr(stream, "buffer", stream), 0
     while line := source.readline():
-        text = line if isinstance(line, str) else line.decode("utf-8", "replace")
-        yield without_line_end(text.removeprefix(BYTE_ORDER_MARK) if first else text)
-        first = False
+        number += 1
+        text = line if isinstance(line, str) else _decoded(line, number)
+        yield without_line_end(text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text)
+
+
+def _decoded(line: bytes, number: int) -> str:
+    """*line* as text; a warning with its *number* is logged if it is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        logger.warning(
+            f"line {number} is not UTF-8 text: {error.reason} at byte {error.start + 1}; read as U+FFFD"
+        )
+        return line.decode("utf-8", "replace")
 
 
 def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[list[str]]:
     """Yield lists of *size* lines; shorter ones at the end and after *pause* seconds without input.
 
-    Bytes that are not UTF-8 become U+FFFD. At most one list and 64 KiB after it are in memory.
+    Bytes that are not UTF-8 become U+FFFD, with a warning. At most one list and 64 KiB after it are in memory.
 
     Args:
         stream: a text stream such as ``sys.stdin``, of which nothing has been read.
@@ -87,7 +101,7 @@ def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[l
         return
     incomplete: list[bytes] = []  # parts of the last line
     ready: list[bytes] = []
-    first, ended = True, False
+    number, ended = 0, False
     while ready or not ended:
         # Read the descriptor directly: poll does not see the content of Python's buffers.
         chunk = None
@@ -104,9 +118,10 @@ def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[l
             ready += filter(None, [b"".join(incomplete)])
         if ready and (not chunk or len(ready) >= size):
             batch, ready = ready[:size], ready[size:]
-            lines = [without_line_end(line.decode("utf-8", "replace")) for line in batch]
-            if first:
-                lines[0], first = lines[0].removeprefix(BYTE_ORDER_MARK), False
+            lines = [without_line_end(_decoded(line, number + i)) for i, line in enumerate(batch, 1)]
+            if number == 0:
+                lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
+            number += len(lines)
             yield lines
 
 

@@ -1,5 +1,6 @@
 """What is logged, where, and what is left out."""
 
+import os
 import subprocess
 import sys
 
@@ -12,11 +13,11 @@ from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 SHORT = "configuration not shown; add --show-config to see it"
 
 
-def process(*argv):
+def process(*argv, stdout=subprocess.PIPE, status=0):
     """A process of its own, where warnings show as a user would see them."""
-    program = [sys.executable, "-m", "surface_fusion"]
-    done = subprocess.run([*program, *map(str, argv)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "surface_fusion", *map(str, argv)]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
     return done
 
 
@@ -107,3 +108,29 @@ def test_importing_the_package_leaves_the_root_logger_alone():
     check = "import logging, surface_fusion; print(logging.getLogger().handlers, logging.getLogger().level)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"[] {30}\n", "")
+
+
+@pytest.mark.parametrize("verb", ["info", "generate"])
+def test_a_full_disk_under_the_output(data, checkpoint, verb):
+    flags = ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
+    argv = (checkpoint,) if verb == "info" else (data, *flags)
+    with open("/dev/full", "w") as full:
+        done = process(verb, *argv, stdout=full, status=2)
+    said = [line for line in done.stderr.splitlines() if " | INFO | " not in line]
+    assert said == [f"surface-fusion {verb}: error: the output cannot be written: No space left on device"]
+
+
+def test_a_full_disk_under_the_log(data, tmp_path):
+    with open("/dev/full", "w") as full:
+        flags = ("--save-dir", tmp_path, "--max-update", 2, "--disable-validation")
+        done = process("train", data, *TRAIN, *flags, stdout=full)
+    assert done.stderr == "surface-fusion: the log cannot be written: No space left on device\n"
+    assert (tmp_path / "checkpoint_last.pt").exists()
+
+
+def test_a_reader_of_the_log_that_ends(data, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    flags = ("--save-dir", tmp_path, "--max-update", 2)
+    assert process("train", data, *TRAIN, *flags, stdout=write, status=141).stderr == ""
+    os.close(write)

@@ -93,6 +93,9 @@ def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
     command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
     assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
+    assert done.stderr.startswith(
+        b"surface-fusion translate: line 1 is not UTF-8 text: invalid start byte at"
+    )
 
 
 def test_a_line_that_is_too_long_is_named_on_stderr(folder: Path) -> None:

@@ -326,6 +326,8 @@ def test_a_resume_skips_a_damaged_last_checkpoint(
     said = [m for m in caplog.messages if "resuming from" in m]
     assert len(said) == 1 and str(last) in said[0]
     assert f"resuming from {folder}/checkpoint_1_4.pt (4 updates), the newest intact one" in said[0]
+    loaded = [m for m in caplog.messages if m.startswith("Loaded checkpoint")]
+    assert loaded == [f"Loaded checkpoint {folder}/checkpoint_1_4.pt (epoch 1 @ 4 updates)"]
     assert train(data, whole, "--max-update", 8) == 0
     states = [load(str(place / "checkpoint_last.pt")) for place in (folder, whole)]
     assert same(states[0]["model"], states[1]["model"])

@@ -1,10 +1,13 @@
 """A line ends at a line feed and nowhere else, and lines are handed on when their input pauses."""
 
 import io
+import itertools
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +79,14 @@ def test_a_file_is_read_as_it_is_used(tmp_path: Path) -> None:
         rest = list(found)
     assert max(map(len, rest)) == len(first) == 64
     assert [*first, *(line for part in rest for line in part)] == [f"line {i}" for i in range(20_000)]
+
+
+@pytest.mark.parametrize("read", [typed_lines, lambda stream: itertools.chain(*bursts(stream, 2))])
+def test_lines_that_are_not_utf8_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, read: Callable[[Any], Iterator[str]]
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"a\nb\nthe \xff bird\nd\n")
+    with open(path) as stream:
+        assert list(read(stream)) == ["a", "b", "the \ufffd bird", "d"]
+    assert caplog.messages == ["line 3 is not UTF-8 text: invalid start byte at byte 5; read as U+FFFD"]

@@ -7,7 +7,7 @@ import sys
 
 from surface_fusion.cli import analyse, average, fairseq_verbs, info, score, translate, user_errors
 from surface_fusion.errors import SurfaceFusionError
-from surface_fusion.io.atomic_write import FULL
+from surface_fusion.io.atomic_write import NO_SPACE
 from surface_fusion.version import __version__
 
 OWN_VERBS = {
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         line = user_errors.user_line(exception)
         if line is None:
             raise
-        if isinstance(exception, OSError) and exception.errno in FULL:
+        if isinstance(exception, OSError) and exception.errno in NO_SPACE:
             _discard_output()
         print(f"{name}: error: {line}", file=sys.stderr)
         return 2

@@ -85,7 +85,8 @@ def _decoded(line: bytes, number: int) -> str:
 def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[list[str]]:
     """Yield lists of *size* lines; shorter ones at the end and after *pause* seconds without input.
 
-    Bytes that are not UTF-8 become U+FFFD, with a warning. At most one list and 64 KiB after it are in memory.
+    Bytes that are not UTF-8 become U+FFFD, with a warning. At most one list and 64 KiB after it are in
+    memory.
 
     Args:
         stream: a text stream such as ``sys.stdin``, of which nothing has been read.

@@ -81,7 +81,9 @@ def test_a_file_is_read_as_it_is_used(tmp_path: Path) -> None:
     assert [*first, *(line for part in rest for line in part)] == [f"line {i}" for i in range(20_000)]
 
 
-@pytest.mark.parametrize("read", [typed_lines, lambda stream: itertools.chain(*bursts(stream, 2))])
+@pytest.mark.parametrize(
+    "read", [iterate_lines, lambda stream: itertools.chain(*batches_of_lines(stream, 2))]
+)
 def test_lines_that_are_not_utf8_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, read: Callable[[Any], Iterator[str]]
 ) -> None:

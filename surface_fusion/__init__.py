@@ -24,29 +24,45 @@ if TYPE_CHECKING:
 __all__ = ["SurfaceFusionError", "SurfaceFusionModel", "__version__", "register"]
 
 _registered = False
+_failure: BaseException | None = None
+"""What ended the first registration; a second one would repair and register some parts twice."""
 
 
 def register() -> None:
-    """Import fairseq, repair it, and register the package's components with it; once per process."""
+    """Import fairseq, repair it, and register the package's components with it; once per process.
+
+    Raises:
+        ImportError: fairseq or a part of this package cannot be imported.
+    """
     import fairseq  # noqa: F401  (the first import calls this function, by _RegisterAfterFairseq)
 
-    global _registered
+    global _registered, _failure
+    if _failure is not None:
+        raise ImportError("surface_fusion could not be registered with fairseq before") from _failure
     if _registered:
         return
     _registered = True
-    with _root_logger_left_alone():
-        from surface_fusion.compat.repairs import apply
-        from surface_fusion.hooks import generator_hook
+    try:
+        with _root_logger_left_alone():
+            _register_components()
+    except BaseException as error:
+        _failure = error
+        raise
 
-        generator_hook.install()  # within the repairs, which may change the settings
-        apply()
 
-        from surface_fusion.criterions import fused_label_smoothed_cross_entropy  # noqa: F401
-        from surface_fusion.hooks import trainer_hook
-        from surface_fusion.models import architectures  # noqa: F401
-        from surface_fusion.optim import flat_adam  # noqa: F401
+def _register_components() -> None:
+    from surface_fusion.compat.repairs import apply
+    from surface_fusion.hooks import generator_hook
 
-        trainer_hook.install()
+    generator_hook.install()  # inside the repairs of the same function, which may change its settings
+    apply()
+
+    from surface_fusion.criterions import fused_label_smoothed_cross_entropy  # noqa: F401
+    from surface_fusion.hooks import trainer_hook
+    from surface_fusion.models import architectures  # noqa: F401
+    from surface_fusion.optim import flat_adam  # noqa: F401
+
+    trainer_hook.install()
 
 
 def __getattr__(name: str) -> Any:
@@ -67,8 +83,9 @@ class _RegisterAfterFairseq(MetaPathFinder):
         """Return fairseq's specification, with a loader that also calls :func:`register`."""
         if name != "fairseq":
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
+        # By name: a reload of this module adds a finder of another class.
+        others = (finder for finder in sys.meta_path if type(finder).__name__ != type(self).__name__)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -104,6 +104,7 @@ assert ["surface_fusion.model is deprecated" in str(w.message) for w in caught] 
         "import surface_fusion.sequence_generator",
         "import surface_fusion.compat.warning_filters",
         "from surface_fusion.decoding.eligibility import why_not_fast",
+        "import importlib, surface_fusion; importlib.reload(surface_fusion)",
     ],
 )
 def test_the_model_is_registered_in_any_order_of_imports(first: str) -> None:
@@ -129,3 +130,30 @@ if __name__ == "__main__":
     assert config.surfacefusion is None
 """
     run(code)
+
+
+@pytest.mark.slow
+def test_a_failed_registration_is_reported_again() -> None:
+    run(
+        """
+import sys
+from importlib.abc import MetaPathFinder
+import surface_fusion
+
+class Broken(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "surface_fusion.optim.flat_adam":
+            raise ImportError("broken")
+
+broken = Broken()
+sys.meta_path.insert(0, broken)
+for _ in range(2):
+    try:
+        surface_fusion.register()
+    except ImportError as error:
+        message = f"{error} {error.__cause__}"
+    else:
+        raise AssertionError
+assert message == "surface_fusion could not be registered with fairseq before broken", message
+"""
+    )

@@ -95,6 +95,7 @@ def test_a_class_of_the_caller_and_the_scorer_are_kept() -> None:
     assert type(generator) is UserGenerator
     scorer = task.build_generator([model], Namespace(score_reference=True, print_alignment="hard"))
     assert type(scorer) is SequenceScorer and scorer.compute_alignment
+    assert type(task.build_generator(None, Namespace(score_reference=True))) is SequenceScorer
 
 
 def test_the_search_strategy_is_fairseqs_choice(searches: list[Any]) -> None:

@@ -27,9 +27,10 @@ def accept_second_copy(import_user_module: Callable[..., Any], args: Any) -> Any
     folder = os.path.realpath(path) if path else here
     if os.path.isfile(folder):
         raise SurfaceFusionError(f"--user-dir {path} is a file; give a folder of Python code")
+    if path and folder == here:
+        return None
     if folder == here or os.path.basename(folder) != os.path.basename(here):
-        same = path and folder == here and os.path.basename(os.path.abspath(path)) == "surface_fusion"
-        return None if same else import_user_module(args)
+        return import_user_module(args)
     if not os.path.isdir(folder):
         archive = os.path.isfile(os.path.dirname(folder))
         fault = "is in an archive; unpack that" if archive else "does not exist; give the folder"

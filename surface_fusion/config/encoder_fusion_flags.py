@@ -136,8 +136,10 @@ class EncoderFusionConfig(TransformerConfig):
             SurfaceFusionError: an option does not exist, or its value is of another type than its default.
         """
         options = options_of(method)
-        flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
-        flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
+        flags = {}
+        if method.__module__.startswith("surface_fusion."):  # others may have names like "attention"
+            flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
+            flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
         text = str(self.encoder_fusion_options or "")
         values = _keyword_arguments(text)
         if values is None or not values.keys() <= options.keys() - flags.keys():
@@ -148,7 +150,8 @@ class EncoderFusionConfig(TransformerConfig):
             )
         for name, value in values.items():
             default = options[name]
-            options[name] = float(value) if type(default) is float and type(value) is int else value
+            to_float = type(default) is float and type(value) is int and abs(value) < 2**53
+            options[name] = float(value) if to_float else value
             if default is not None and type(options[name]) is not type(default):
                 raise SurfaceFusionError(
                     f"--encoder-fusion-options {name}={value!r}: give a value of type "
@@ -208,7 +211,7 @@ def _keyword_arguments(text: str) -> dict[str, Any] | None:
         if len(values) < len(call.keywords):  # a key is given twice
             return None
         return {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in values.items()}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 

@@ -1,6 +1,7 @@
 """The methods by name; :func:`register_encoder_fusion` adds one to the choices of ``--encoder-fusion``."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +10,8 @@ from surface_fusion.encoder_fusion.layer_attention import LayerAttention
 from surface_fusion.encoder_fusion.layer_combination import Combination
 from surface_fusion.errors import SurfaceFusionError
 
-PLACES = (EncoderFusion.place, LayerAttention.place, Combination.place)
+BASES = (EncoderFusion, LayerAttention, Combination)
+PLACES = tuple(base.place for base in BASES)
 
 Method = TypeVar("Method", bound=type[FusionMethod])
 
@@ -23,14 +25,17 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
         name: lower-case words separated by hyphens.
 
     Raises:
-        SurfaceFusionError: another class has this name, or the class is not a method.
+        SurfaceFusionError: the name is not of this form or another class has it, or the class is not a method
+            or has a name already.
     """
+    if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise SurfaceFusionError(f"--encoder-fusion {name}: give lower-case words separated by hyphens")
 
     def register(method: Method) -> Method:
-        if not issubclass(method, (EncoderFusion, LayerAttention, Combination)):
+        if not (isinstance(method, type) and issubclass(method, BASES)):
             raise SurfaceFusionError(
-                f"--encoder-fusion {name}: {method.__qualname__} is not derived from EncoderFusion, "
-                "LayerAttention or Combination; derive it from one"
+                f"--encoder-fusion {name}: {getattr(method, '__qualname__', method)} is not derived from "
+                "EncoderFusion, LayerAttention or Combination; derive it from one"
             )
         other = _methods.get(name, method)
         # A class that is defined again, by a reload or in a notebook, replaces its former self.
@@ -38,6 +43,11 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
             raise SurfaceFusionError(
                 f"--encoder-fusion {name} is {other.__module__}.{other.__qualname__} already; register "
                 f"{method.__module__}.{method.__qualname__} under another name"
+            )
+        if vars(method).get("name", name) != name:
+            raise SurfaceFusionError(
+                f"--encoder-fusion {name}: {method.__qualname__} is registered as {method.name}; derive a "
+                "class from it"
             )
         method.name = name
         _methods[name] = method
@@ -53,6 +63,10 @@ def methods(place: type[FusionMethod] = FusionMethod) -> dict[str, type[FusionMe
 
 
 def options_of(method: type[FusionMethod]) -> dict[str, Any]:
-    """Return the default of each option of *method*: the arguments of its constructor that have one."""
+    """Return the default of each option of *method*: arguments of its constructor that have one.
+
+    Arguments of the base class's constructor are set by the model and are not options.
+    """
     parameters = inspect.signature(method).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+    shared = inspect.signature(next(base for base in BASES if issubclass(method, base))).parameters
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in shared}

@@ -41,7 +41,8 @@ def _build_generator(
         supports_fast_search,
     )
 
-    if seq_gen_cls is None and all(map(supports_fast_search, getattr(models, "models", models))):
+    each = getattr(models, "models", models) or [None]  # --score-reference needs no models
+    if seq_gen_cls is None and all(map(supports_fast_search, each)):
         settings: Any = dict(args) if isinstance(args, DictConfig) else vars(args)
         check_ranges(settings)
         check_generation(settings)

@@ -28,23 +28,22 @@ def uses_fast_trainer(cfg: Any, model: Any) -> bool:
     return ours and not isinstance(cfg, Namespace) and not cfg.common.tpu
 
 
-def _new(
-    cls: type[Trainer],
-    cfg: Any = None,
-    task: Any = None,
-    model: Any = None,
-    criterion: Any = None,
-    quantizer: Any = None,
-) -> Trainer:
-    """``Trainer.__new__``; also checks the settings of SurfaceFusion models and logs notices.
+def _new(cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
+    """``Trainer.__new__``; subclasses, whose arguments may differ, are left alone.
 
     Raises:
         SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
     """
-    if model is not None and not isinstance(cfg, Namespace):
-        if config_of(model) is not None:
-            check_config(cfg)
-        log_notices(model, criterion, getattr(cfg.optimizer, "_name", None))
-    if cls is Trainer and model is not None and uses_fast_trainer(cfg, model):
-        cls = SurfaceFusionTrainer
-    return object.__new__(cls)
+    if cls is not Trainer or not (args or kwargs):
+        return object.__new__(cls)
+    return object.__new__(_trainer_class(*args, **kwargs))
+
+
+def _trainer_class(cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> type[Trainer]:
+    """Check the settings of SurfaceFusion models, log notices, and return the class of the trainer."""
+    if isinstance(cfg, Namespace):
+        return Trainer
+    if config_of(model) is not None:
+        check_config(cfg)
+    log_notices(model, criterion, getattr(cfg.optimizer, "_name", None))
+    return SurfaceFusionTrainer if uses_fast_trainer(cfg, model) else Trainer

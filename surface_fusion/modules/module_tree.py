@@ -31,6 +31,10 @@ class ModuleTree:
         self._counting: list[Any] = []
         self._constant = False
 
+    def __deepcopy__(self, memo: Any) -> "ModuleTree":
+        """A copied model has other modules, and is not in a :meth:`constant` block."""
+        return ModuleTree(*self._plain_train)
+
     @contextmanager
     def constant(self, root: nn.Module) -> Iterator[None]:
         """Look for changed modules once, at the start of the block, not in each call in it."""

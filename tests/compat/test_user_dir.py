@@ -70,3 +70,10 @@ def test_a_missing_folder_and_an_archive_are_named(tmp_path: Path, path: str, fa
         archive.writestr("surface_fusion/__init__.py", "")
     with pytest.raises(SurfaceFusionError, match=f"--user-dir {tmp_path / path} {fault}"):
         utils.import_user_module(argparse.Namespace(user_dir=str(tmp_path / path)))
+
+
+def test_a_link_to_the_imported_package_is_that_package(user_dir: Path, tmp_path: Path) -> None:
+    link = tmp_path / "another_name"
+    link.symlink_to(user_dir)
+    utils.import_user_module(argparse.Namespace(user_dir=str(link)))
+    assert "another_name" not in sys.modules

@@ -105,6 +105,66 @@ def test_invalid_options_are_named(mine: type[EncoderFusion], options: str, text
         build("--encoder-fusion", "mine", "--encoder-fusion-options", options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["{[]:1}", "opt={[]:1}", "opt={{}}", "opt=" + "-" * 3000 + "1", "opt=1" + "+1" * 50000, "f(1)=2", "*a"],
+    ids=lambda text: text[:12],
+)
+def test_options_that_python_cannot_parse_are_one_line(mine: type[EncoderFusion], options: str) -> None:
+    with pytest.raises(SurfaceFusionError, match=r"--encoder-fusion-options .*: --encoder-fusion mine takes"):
+        build("--encoder-fusion", "mine", "--encoder-fusion-options", options)
+
+
+def test_an_integer_too_large_for_an_option_is_refused(mine: type[EncoderFusion]) -> None:
+    name = next(name for name, default in options_of(mine).items() if type(default) is float)
+    with pytest.raises(SurfaceFusionError, match="give a value of type float"):
+        build("--encoder-fusion", "mine", "--encoder-fusion-options", f"{name}={'9' * 400}")
+
+
+def test_an_option_named_like_a_flag_of_the_model_is_an_option() -> None:
+    @register_encoder_fusion("attention")
+    class Attention(Average):
+        def __init__(self, states: int, dim: int, dropout: float = 0.3) -> None:
+            super().__init__(states, dim)
+            self.rate = dropout
+
+    try:
+        flags = ("--encoder-fusion", "attention", "--encoder-fusion-options", "dropout=0.2")
+        assert build(*flags)[0].encoder.fusion.rate == 0.2
+    finally:
+        del _methods["attention"]
+
+
+def test_arguments_of_a_base_class_are_no_options() -> None:
+    class Mix(LayerAttention):
+        def __init__(
+            self, states: int, dim: int, layers: int, dropout: float = 0.3, own: int = 1, **shared: Any
+        ) -> None:
+            super().__init__(states, dim, layers, False, dropout=dropout, **shared)
+
+    assert options_of(Mix) == {"own": 1}
+
+
+@pytest.mark.parametrize("name", ["Bad Name!", "", "a--b"])
+def test_names_are_words_with_hyphens(name: str) -> None:
+    with pytest.raises(SurfaceFusionError, match="give lower-case words separated by hyphens"):
+        register_encoder_fusion(name)
+
+
+def test_a_class_has_one_name_and_is_a_method(mine: type[EncoderFusion]) -> None:
+    with pytest.raises(SurfaceFusionError, match="is registered as mine; derive a class from it"):
+        register_encoder_fusion("mine-again")(mine)
+    assert mine.name == "mine" and "mine-again" not in methods()
+    not_a_class: Any = lambda states: states  # noqa: E731
+    with pytest.raises(SurfaceFusionError, match="is not derived from EncoderFusion"):
+        register_encoder_fusion("function")(not_a_class)
+
+
+def test_extra_layers_cannot_be_derived_from() -> None:
+    with pytest.raises(TypeError, match="ExtraLayers is not a module"):
+        type("Derived", (methods()["extra-layers"],), {})
+
+
 def test_an_option_with_a_flag_of_its_own_has_one_spelling() -> None:
     with pytest.raises(SurfaceFusionError, match="bottleneck=4: --encoder-fusion dwatt takes no options"):
         build("--encoder-fusion", "dwatt", "--encoder-fusion-options", "bottleneck=4")

@@ -39,8 +39,15 @@ def test_a_subclass_of_the_trainer_is_not_replaced(data: Path) -> None:
     class Own(Trainer):
         pass
 
-    trainer = Own(made.cfg, made.task, made.get_model(), made.get_criterion())
-    assert type(trainer) is Own
+    class Other(Trainer):
+        def __init__(self, name: str, *args: Any, extra: int) -> None:
+            super().__init__(*args)
+            self.name, self.extra = name, extra
+
+    settings = made.cfg, made.task, made.get_model(), made.get_criterion()
+    assert type(Own(*settings)) is Own
+    other = Other("name", *settings, extra=1)
+    assert type(other) is Other and (other.name, other.extra) == ("name", 1)
 
 
 def test_settings_may_be_given_by_name(data: Path) -> None:

@@ -1,5 +1,6 @@
 """The cached modules are updated whenever a module is added, replaced or removed."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -80,3 +81,13 @@ def test_each_module_that_uses_the_number_of_updates_gets_it_once() -> None:
     encoder.inner = inner
     tree.set_num_updates(root, 4)
     assert counter.updates == [3, 4] and inner.updates == [4]
+
+
+def test_a_copy_made_in_a_constant_block_notices_changes(root: Any) -> None:
+    """As fairseq copies a model in an update, for --store-ema."""
+    tree = ModuleTree()
+    with tree.constant(root):
+        copied = copy.deepcopy(tree)
+    assert copied.in_mode(root, root.training)
+    root.added = nn.Linear(1, 1).train(not root.training)
+    assert not copied.in_mode(root, root.training)

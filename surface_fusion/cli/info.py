@@ -19,8 +19,9 @@ from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, 
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.compat.checkpoint_allowlist import refusals
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
-from surface_fusion.compat.checkpoint_loading import UntrustedCheckpointError
+from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE
 from surface_fusion.config.flags import SurfaceFusionConfig
+from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
@@ -100,10 +101,10 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     unsafe_because = []
     try:
         state = _load(path)
-    except UntrustedCheckpointError as error:
+    except SurfaceFusionError as error:
         if not trust:
             raise
-        unsafe_because.append(error.reason)
+        unsafe_because.append(str(error).removesuffix(TRUST_ADVICE))
         with trusted_checkpoints():
             state = _load(path)
     unsafe_because += [f"it {refusal}" for refusal in refusals(state)]

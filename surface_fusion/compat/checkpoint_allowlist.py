@@ -24,7 +24,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from surface_fusion.compat.checkpoint_loading import TRUST_VARIABLE, UntrustedCheckpointError
+from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE, TRUST_VARIABLE
 from surface_fusion.compat.patching import replaced
 from surface_fusion.compat.safe_eval import NotLiteralError, literal
 from surface_fusion.errors import SurfaceFusionError, shorten
@@ -272,6 +272,6 @@ def skip_initial_embeddings(parse_embedding: Callable[[str], dict[str, Any]], em
 
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:
     shown = shorten(" ".join(refusal.split()), 300)
-    return UntrustedCheckpointError(
-        f"checkpoint {path} {shown}, which is not on the list of what a file may name"
+    return SurfaceFusionError(
+        f"checkpoint {path} {shown}, which is not on the list of what a file may name{TRUST_ADVICE}"
     )

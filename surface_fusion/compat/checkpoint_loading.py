@@ -21,20 +21,11 @@ from surface_fusion.errors import SurfaceFusionError
 TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """torch's environment variable that allows arbitrary pickles in checkpoints when it is 1."""
 
-
-class UntrustedCheckpointError(SurfaceFusionError):
-    """Loading a checkpoint needs ``--trust-checkpoint``.
-
-    Attributes:
-        reason: what in the file needs it.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"{reason}; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
-            f"{TRUST_VARIABLE}=1 (fairseq commands)"
-        )
-        self.reason = reason
+TRUST_ADVICE = (
+    "; if you trust the file, load it with --trust-checkpoint (surface-fusion) or "
+    f"{TRUST_VARIABLE}=1 (fairseq commands)"
+)
+"""The end of the error for a checkpoint that needs trust."""
 
 
 def allow_checkpoint_classes() -> None:
@@ -89,9 +80,9 @@ def explain_bad_checkpoint(
     except Exception as error:  # torch raises various exceptions on malformed files
         unknown = re.search(r"GLOBAL (\S+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and unknown is not None:
-            raise UntrustedCheckpointError(
+            raise SurfaceFusionError(
                 f"checkpoint {path} wants to run code of {unknown[1]}, which is not on the list of safe "
-                "classes"
+                f"classes{TRUST_ADVICE}"
             ) from error
         raise DamagedCheckpointError(
             f"checkpoint {path} is truncated or not a fairseq checkpoint ({type(error).__name__}); give "

@@ -66,11 +66,19 @@ def start_processes_on_cpus(
         given.distributed_init_method = f"tcp://localhost:{_free_port()}"
     logger.info(f"starting {world} processes on this machine's CPU")
     given.distributed_rank = None  # each gets its own
-    torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
+    started = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
         distributed_utils.distributed_main,
         (WatchedMain(main), cfg, {**kwargs, "start_rank": 0}),
         nprocs=world,
+        join=False,
     )
+    try:
+        while not started.join():
+            pass
+    except KeyboardInterrupt:  # of this process alone; it would wait for the others at its end
+        for process in started.processes:
+            process.terminate()
+        raise
     return None
 
 

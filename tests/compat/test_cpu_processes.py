@@ -58,9 +58,14 @@ def test_processes_of_torchrun_are_used(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("port", "started"), [(9000, False), (-1, True)])
 def test_slurm_jobs_are_started_by_fairseq(monkeypatch: pytest.MonkeyPatch, port: int, started: bool) -> None:
     spawned: list[Any] = []
+
+    def spawn(*_: Any, nprocs: int, join: bool) -> Any:
+        spawned.append(nprocs)
+        return SimpleNamespace(join=lambda: True, processes=[])
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda *_, nprocs: spawned.append(nprocs))
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     theirs: list[Any] = []
     start_processes_on_cpus(lambda *_: theirs.append(1), config(distributed_port=port), print)
     assert (spawned, theirs) == (([2], []) if started else ([], [1]))

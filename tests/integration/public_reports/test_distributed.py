@@ -1,5 +1,7 @@
 """Reports on training with several processes, here two on the CPU."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,14 @@ def test_unused_parameters(tmp_path: Path, flags: tuple[object, ...]) -> None:
     training = start(log, *flags, "--ddp-backend", "pytorch_ddp", "--max-update", 6)
     assert status(training, 240) == 0, log.read_text()[-3000:]
     assert "num_updates: 6 >= max_update: 6" in log.read_text()
+
+
+def test_an_interrupt_of_the_first_process_ends_all(tmp_path: Path) -> None:
+    """It waited for the others, which trained on; a second interrupt leaked their semaphores."""
+    log = tmp_path / "log"
+    training = start(log, *ADAM)
+    while "num_updates=1," not in log.read_text() and training.poll() is None:
+        time.sleep(0.2)
+    training.send_signal(signal.SIGINT)
+    assert status(training, 60) == 130
+    assert "leaked" not in log.read_text() and "Traceback" not in log.read_text()

@@ -122,7 +122,7 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     log, line = tmp_path / "train.log", '{"epoch": 1, "nll_loss": "8", "num_updates": "31"}'
     log.write_text(f"{line[:30]}\n{line[:20]}12:00 | INFO | x | {line}\n{line[:-1]}")
     assert script("plot_curve").read(log, "train") == [(31, 8)]
-    assert [bool(script("progress").shown(text, 100)) for text in (line[:30], line)] == [False, True]
+    assert [bool(script("progress").progress(text, 100)) for text in (line[:30], line)] == [False, True]
 
 
 def test_a_log_of_hydra_is_read(tmp_path: Path) -> None:

@@ -110,4 +110,4 @@ def test_interactive_replaces_unknown_words(
 
 def test_plain_commands_check_the_settings_of_the_search(run_fairseq: RunFairseq, data: Path) -> None:
     done = run_fairseq("generate", data, "--path", CHECKPOINT, "--beam", 2, "--nbest", 3, check=False)
-    assert done.returncode and "--nbest 3 asks for more than --beam 2 finds" in done.stdout
+    assert done.returncode and "--nbest 3 is more than --beam 2; raise --beam" in done.stdout

@@ -1,6 +1,6 @@
 """The verbs refuse invalid numbers and names in one line, before any work is done.
 
-Tests ``cli/fairseq_verbs.py`` and ``compat/model_overrides.py``.
+Tests ``cli/fairseq_verbs.py``, ``compat/model_overrides.py`` and ``config/validation.py``.
 """
 
 import io

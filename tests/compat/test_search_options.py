@@ -1,4 +1,7 @@
-"""Options of beam search do what they say."""
+"""Options of beam search do what they say.
+
+Also tests ``compat/eval_bleu.py``.
+"""
 
 import argparse
 import itertools

@@ -1,6 +1,6 @@
 """Defaults and meaning of flags, YAML keys and the arguments of old checkpoints.
 
-Also tests ``config/legacy_flags.py``.
+Also tests ``config/defaults.py``.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Invalid values are refused and values without effect are logged, each in one line.
 
-Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+Tests ``config/flags.py`` and ``config/encoder_fusion_flags.py``.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """YAML configurations build the same model as flags, and errors name the key.
 
-Tests ``config/model.py`` and ``config/encoder_fusion.py``.
+Tests ``config/flags.py`` and ``config/encoder_fusion_flags.py``.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Every method in a model: padding, incremental decoding, the fast paths, gradients, checkpoints.
 
-Tests ``config/from_config.py``.
+Tests ``models/build_fusion.py`` and ``encoder_fusion/states.py``.
 """
 
 import logging

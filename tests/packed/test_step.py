@@ -1,6 +1,6 @@
 """A training step on packed rows: gradients in the flat buffer, and CUDA graphs.
 
-Also tests ``packed/forward_backward.py``.
+Also tests ``packed/batch.py``.
 """
 
 import gc

@@ -10,6 +10,8 @@ import pytest
 from tests.conftest import RunFairseq
 from tests.helpers.small_training import TRAIN
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("criterion", ["label_smoothed_cross_entropy", "fused_label_smoothed_cross_entropy"])
 def test_batches_by_buckets(run_fairseq: RunFairseq, data: Path, tmp_path: Path, criterion: str) -> None:

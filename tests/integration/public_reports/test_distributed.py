@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.two_processes import ADAM, FLAT, start, status
 
+pytestmark = pytest.mark.slow
+
 LAYERDROP = ("--encoder-layerdrop", 0.5, "--decoder-layerdrop", 0.5)
 
 

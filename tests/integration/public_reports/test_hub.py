@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.paths import REFERENCE
+
+pytestmark = pytest.mark.slow
 
 
 def test_hub_interface(data: Path) -> None:

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.paths import ROOT
 from tests.integration.test_configs import SHORT
+
+pytestmark = pytest.mark.slow
 
 TRAIN = "import surface_fusion; from fairseq_cli.hydra_train import cli_main; cli_main()"
 

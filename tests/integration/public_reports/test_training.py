@@ -9,6 +9,8 @@ from fairseq import checkpoint_utils
 from surface_fusion.cli.main import main
 from tests.helpers.small_training import TRAIN
 
+pytestmark = pytest.mark.slow
+
 
 def train(data: Path, save_dir: Path, *flags: object) -> int:
     return main([*map(str, ("train", data, *TRAIN, "--save-dir", save_dir, *flags))])

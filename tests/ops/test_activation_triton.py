@@ -3,19 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from surface_fusion.ops.activation import project_activate
 from tests.helpers.interpreter import (
-    DEVICE,
     assert_passes_in_the_interpreter,
     runs_here,
     starts_the_interpreter,
 )
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE))
-RATE = 0.3
+from tests.helpers.kernels import DTYPES, RATE, assert_near, gradients, random
 
 
 @starts_the_interpreter
@@ -29,20 +24,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from surface_fusion.ops import activation_triton
 
     monkeypatch.setattr(activation_triton, "PROGRAMS", 2)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def gradients(out: list[Tensor], weights: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    total = torch.stack([(x.float() * w).sum() for x, w in zip(out, weights, strict=True)]).sum()
-    return list(torch.autograd.grad(total, leaves))
-
-
-def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    atol = TOLERANCE[dtype] * max(expected.abs().max().item(), 1)
-    torch.testing.assert_close(got.float(), expected.float(), rtol=0, atol=atol)
 
 
 @runs_here

@@ -1,4 +1,8 @@
-"""The exception for user errors, and a function that shortens text in its messages."""
+"""The exception for user errors, and functions that make parts of its messages."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
 
 
 class SurfaceFusionError(ValueError):
@@ -12,3 +16,9 @@ class SurfaceFusionError(ValueError):
 def shorten(text: str, length: int) -> str:
     """The first *length* characters of *text* and an ellipsis, or *text* if it is not longer."""
     return text if len(text) <= length else f"{text[:length]} ..."
+
+
+def unknown_setting(fault: str, name: Any, known: Iterable[str]) -> SurfaceFusionError:
+    """Return the error *fault*, which suggests the name in *known* that is closest to *name*."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return SurfaceFusionError(f"{fault}; " + (f"did you mean {close[0]}?" if close else "remove it"))

@@ -3,7 +3,6 @@
 fairseq silently ignores them.
 """
 
-import difflib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -15,7 +14,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import unknown_setting
 
 MODEL_NAME = "transformer_surface_fusion"
 """The registered name of this package's model, with which those of its architectures begin."""
@@ -39,12 +38,6 @@ def refuse_unknown_names(
             if key not in known:
                 raise unknown_setting(f"override {key!r} of {path} is not a setting of its model", key, known)
     return state
-
-
-def unknown_setting(fault: str, name: Any, known: Iterable[str]) -> SurfaceFusionError:
-    """Return the error *fault*, which suggests the name in *known* that is closest to *name*."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return SurfaceFusionError(f"{fault}; " + (f"did you mean {close[0]}?" if close else "remove it"))
 
 
 def _names(cfg: DictConfig) -> Iterator[str]:

@@ -7,7 +7,6 @@ and the ``args`` of old checkpoints are all read by :meth:`SurfaceFusionConfig.f
 """
 
 import argparse
-import difflib
 import logging
 import math
 from dataclasses import dataclass, field, fields
@@ -19,7 +18,7 @@ from omegaconf import DictConfig
 
 from surface_fusion.config.encoder_fusion_flags import EncoderFusionConfig
 from surface_fusion.config.ranges import RANGES, check_ranges
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, unknown_setting
 from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.ops.distributions import MODES, Mode
 
@@ -209,11 +208,8 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             known |= {f"{section}_{f.name}" for f in fields(getattr(cls(), section))}
         for key in map(str, yaml):
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                raise SurfaceFusionError(
-                    f"model.{key} in the YAML config is not an option of this model; "
-                    + (f"did you mean {close[0]}?" if close else "remove it")
-                )
+                fault = f"model.{key} in the YAML config is not an option of this model"
+                raise unknown_setting(fault, key, known)
 
     def check(self) -> None:
         """Check all values.

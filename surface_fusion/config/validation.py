@@ -14,8 +14,7 @@ from fairseq.tasks import TASK_REGISTRY
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.tasks.translation import TranslationTask
 
-from surface_fusion.compat.model_overrides import unknown_setting
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, unknown_setting
 
 CRITERIONS = ("cross_entropy", "label_smoothed_cross_entropy", "fused_label_smoothed_cross_entropy")
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
 from surface_fusion.encoder_fusion.registry import register_encoder_fusion
+from surface_fusion.ops.precision import accumulation_dtype
 
 
 class Bottleneck(nn.Module):
@@ -90,8 +91,7 @@ class DWAtt(EncoderFusion):
         """Attention weights of each position over the depths: ... x N, from the last state."""
         query = 1 + F.elu(last + self.query(last))
         scores = self.scale * (query @ self.key(self.positions).t())
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        return F.softmax(scores, dim=-1, dtype=wide).to(last.dtype)
+        return F.softmax(scores, dim=-1, dtype=accumulation_dtype(scores.dtype)).to(last.dtype)
 
     def layer_shares(self, states: list[Tensor]) -> Tensor:
         """Attention weights over the depths: ... x N."""

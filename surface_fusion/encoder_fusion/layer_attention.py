@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import FusionMethod
+from surface_fusion.ops.precision import accumulation_dtype
 
 
 class LayerAttention(FusionMethod):
@@ -129,7 +130,7 @@ class LayerAttention(FusionMethod):
     def layer_weights(self) -> Tensor:
         """w: M x N, or M x N x C; the sum over N is 1 but for dropout."""
         raw = self.dropout_module(self.weight) if self.dropconnect else self.weight
-        weight = F.softmax(raw, dim=1, dtype=torch.promote_types(raw.dtype, torch.float32))
+        weight = F.softmax(raw, dim=1, dtype=accumulation_dtype(raw.dtype))
         return weight if self.dropconnect else self.dropout_module(weight)
 
     def layer_shares(self) -> Tensor:

@@ -14,10 +14,9 @@ from omegaconf import open_dict
 from torch import Tensor
 
 from surface_fusion.compat.hub import fitting, in_order, position_limit
-from surface_fusion.compat.model_overrides import unknown_setting
 from surface_fusion.compat.search_options import copy_source_words
 from surface_fusion.config.ranges import check_ranges
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, unknown_setting
 
 MAX_TOKENS = 12000
 """Maximum tokens of a batch, the default of ``generate``."""

@@ -97,7 +97,7 @@ class SurfaceFusionTrainer(Trainer):
             run_longest_batch(self, self._train_iterator)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        if isinstance(sample, dict):
+        if self._statistics is not None and isinstance(sample, dict):  # only the packed step reads it
             mark(sample, self.task.target_dictionary.pad())  # on a GPU it would force a synchronisation
         return super()._prepare_sample(sample, is_dummy)
 

@@ -3,11 +3,13 @@
     git worktree add ../before COMMIT
     python scripts/bench/commits.py before=../before after=. --repeat 3
     python scripts/bench/commits.py before=../before after=. --data DATA-BIN
+    python scripts/bench/commits.py before=../before after=. --data DATA-BIN --decode CHECKPOINT
 
 Each round runs one script of every checkout, each in its own process, so that a change of the machine's speed
 affects all checkouts equally: ``scaling.py --contender fast`` on random text, or with ``--data`` the command
-line of fairseq by ``train.py --contender fast``, which includes data workers and logging. ``tok/s`` is the
-median over rounds of target tokens per second in the steady state.
+line of fairseq by ``train.py --contender fast``, which includes data workers and logging, with ``--decode``
+``decode.py --contender fast --length 20``. ``tok/s`` is the median over rounds of target tokens per second in
+the steady state.
 """
 
 import argparse
@@ -37,8 +39,12 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         out = Path(temporary, "scaling.csv")
         script = ["scaling.py", "--vocab", "--layers"] if args.data is None else ["train.py", str(args.data)]
-        command = [sys.executable, folder / "scripts/bench" / script[0], *script[1:], "--contender", "fast"]
-        command += ["-o", out, "--max-tokens", *map(str, args.max_tokens), "--dtype", *args.dtype]
+        flags = ["--max-tokens", *map(str, args.max_tokens)]
+        if args.decode is not None:
+            script = ["decode.py", str(args.data), "--path", str(args.decode)]
+            flags = ["--length", "8" if args.quick else "20"]
+        command = [sys.executable, folder / "scripts/bench" / script[0], *script[1:], *flags]
+        command += ["--contender", "fast", "-o", out, "--dtype", *args.dtype]
         command += [flag for flag in ("--quick", "--cpu") if getattr(args, flag[2:])]
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
@@ -54,10 +60,15 @@ def main() -> None:
     parser.add_argument("checkouts", type=checkout, nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--max-tokens", type=positive, nargs="+", metavar="N", default=[2048, 16384])
     parser.add_argument("--data", type=Path, metavar="DATA-BIN", help="train by fairseq's command line on it")
+    parser.add_argument(
+        "--decode", type=Path, metavar="CHECKPOINT", help="decode the test set of --data instead of training"
+    )
     parser.add_argument("--repeat", type=positive, metavar="N", default=3, help="rounds; default: 3")
     add_common_flags(parser, "commits", contenders=())
     args = parser.parse_args()
     normalise_common_flags(args, "commits")
+    if args.decode is not None and args.data is None:
+        parser.error("--decode needs --data")
 
     run = Run("commits", args.out, args.cpu)
     speeds: dict[tuple[str, str], list[float]] = {}

@@ -3,13 +3,13 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules import LayerDropModuleList
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.compat.rank_watch import WatchedMain
 from surface_fusion.errors import SurfaceFusionError
 
@@ -22,12 +22,11 @@ SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 """Environment variables by which fairseq finds the other machines if ``--distributed-port`` is given."""
 
 
-def start_processes_on_cpus(
-    call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any
-) -> None:
-    """fairseq's ``call_main``; without GPUs, starts ``--distributed-world-size`` processes on the CPU.
+@repair("fairseq.distributed.utils.call_main", probe="cpu_processes_are_not_started")
+def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
+    """Start ``--distributed-world-size`` processes on the CPU without GPUs, where fairseq starts none.
 
-    fairseq starts one process per GPU, which is none. Neither ``--distributed-no-spawn`` nor
+    Neither ``--distributed-no-spawn`` nor
     ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is needed. Processes that torchrun has
     started are used as they are; fairseq divides by the number of GPUs.
     """
@@ -82,15 +81,19 @@ def start_processes_on_cpus(
     return None
 
 
-def without_device_ids(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
-    """torch's ``DistributedDataParallel``, which refuses device ids of a model on the CPU."""
+@repair("fairseq.models.distributed_fairseq_model.DistributedDataParallel", probe="ddp_gets_device_on_cpu")
+def without_device_ids(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
+    """Give torch's ``DistributedDataParallel`` no device id for a model on the CPU, which it refuses."""
     if not any(parameter.is_cuda for parameter in module.parameters()):
         kwargs.update(device_ids=None, output_device=None)
     return ddp(*args, module=module, **kwargs)
 
 
-def find_unused_parameters(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
-    """torch's ``DistributedDataParallel``; finds unused parameters, where there are any.
+@repair(
+    "fairseq.models.distributed_fairseq_model.DistributedDataParallel", probe="ddp_finds_no_unused_parameters"
+)
+def find_unused_parameters(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
+    """Find parameters without a gradient with ``--ddp-backend pytorch_ddp``, which fails on a dropped layer.
 
     An update leaves some out with LayerDrop and ``--no-cross-attention``; the search costs time.
     """

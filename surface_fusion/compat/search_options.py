@@ -2,16 +2,17 @@
 
 import argparse
 import copy
-from collections.abc import Callable
 from typing import Any
 
 from fairseq.data.data_utils import post_process
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
 
 
+@repair("fairseq.search.DiverseBeamSearch.step", probe="diverse_beam_fails")
 def map_sentence_ids(
-    step_groups: Callable[..., Any],
+    step_groups: Original,
     search: Any,
     step: int,
     lprobs: Any,
@@ -19,7 +20,7 @@ def map_sentence_ids(
     prev_output_tokens: Any = None,
     original_batch_idxs: Any = None,
 ) -> Any:
-    """fairseq's ``DiverseBeamSearch.step``; maps ids of sentences to their rows in the first step."""
+    """Map ids of sentences to rows for ``--diverse-beam-groups``; fairseq fails once one is finished."""
     if original_batch_idxs is not None:
         if step == 0:
             search.batch_ids = original_batch_idxs
@@ -27,35 +28,37 @@ def map_sentence_ids(
     return step_groups(search, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
 
+@repair(
+    "fairseq.ngram_repeat_block.NGramRepeatBlock._no_repeat_ngram",
+    probe="ngrams_are_repeated",
+    report="fs 5206",
+)
 def block_written_ngrams(
-    block: Callable[..., Any], module: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
+    block: Original, module: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
 ) -> Any:
-    """fairseq's ``NGramRepeatBlock._no_repeat_ngram``, without the unused columns after the current step."""
+    """Search the columns up to the current step alone for n-grams of ``--no-repeat-ngram-size``."""
     return block(module, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
 
 
-def accept_replace_unk_alone(load_align_dict: Callable[..., Any], replace_unk: str | None) -> Any:
-    """fairseq's ``load_align_dict``; reads the default ``"@@ "`` of ``--replace-unk`` as no dictionary."""
+@repair("fairseq.utils.load_align_dict", probe="replace_unk_needs_file")
+def accept_replace_unk_alone(load_align_dict: Original, replace_unk: str | None) -> Any:
+    """Read the default ``"@@ "`` of ``--replace-unk`` as no dictionary; fairseq opens it as a file."""
     return load_align_dict("" if replace_unk == "@@ " else replace_unk)
 
 
 class SourceAlignment(list[Any]):
     """An alignment as fairseq's generators return it, with the tokens of the source text."""
 
-    source: list[str]
-
-    @classmethod
-    def of(cls, alignment: Any, source: str) -> "SourceAlignment":
-        """Add the tokens of *source* to *alignment*."""
-        aligned = cls(alignment)
-        aligned.source = source.split()
-        return aligned
+    def __init__(self, alignment: Any, source: str) -> None:
+        super().__init__(alignment)
+        self.source = source.split()
 
 
+@repair("fairseq.tasks.fairseq_task.FairseqTask.build_generator", probe="replace_unk_has_no_alignment")
 def align_for_replacement(
-    build_generator: Callable[..., Any], task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
+    build_generator: Original, task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``FairseqTask.build_generator``; with ``--replace-unk``, hypotheses have an alignment.
+    """Make the alignment that ``--replace-unk`` needs, and refuse the options of iterative models.
 
     Raises:
         SurfaceFusionError: ``--print-step`` or ``--retain-iter-history``, which iterative models alone use.
@@ -72,8 +75,9 @@ def align_for_replacement(
     return build_generator(task, models, args, *rest, **kwargs)
 
 
-def refuse_options_of_interactive(main: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``generate.main``.
+@repair("fairseq_cli.generate.main", probe="generate_takes_constraints")
+def refuse_options_of_interactive(main: Original, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse options with which ``generate`` fails.
 
     Raises:
         SurfaceFusionError: ``--constraints``, or ``--replace-unk`` without the source text.
@@ -90,8 +94,9 @@ def refuse_options_of_interactive(main: Callable[..., Any], cfg: Any, *args: Any
     return main(cfg, *args, **kwargs)
 
 
+@repair("fairseq.utils.post_process_prediction", probe="replace_unk_fails")
 def replace_unknown_words(
-    process: Callable[..., Any],
+    process: Original,
     hypo_tokens: Any,
     src_str: str,
     alignment: Any,
@@ -100,7 +105,7 @@ def replace_unknown_words(
     remove_bpe: str | None = None,
     extra_symbols_to_ignore: Any = None,
 ) -> Any:
-    """fairseq's ``post_process_prediction``; replaces ``<unk>`` by the source word with the most attention.
+    """Replace ``<unk>`` by the source word with the most attention for ``--replace-unk``; fairseq fails.
 
     Words are looked up before subwords are joined: the alignment counts subwords.
     """

@@ -9,7 +9,6 @@ there, too, and the log names the rank that does not answer, but the error itsel
 
 import atexit
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -17,7 +16,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from surface_fusion.compat import rank_watch
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
 WAIT = 600.0
@@ -30,13 +29,15 @@ def seconds_to_wait(distributed: Any) -> float:
     return float(given) if given > 0 else WAIT
 
 
-def watch_main(call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
-    """fairseq's ``call_main``; errors of *main* name the rank that has stopped."""
+@repair("fairseq.distributed.utils.call_main", probe="failing_rank_is_not_named")
+def watch_main(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
+    """Name the rank that has stopped in the error of a process that waits for it."""
     call_main(cfg, rank_watch.WatchedMain(main), **kwargs)
 
 
-def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
-    """fairseq's ``distributed_init``; makes the process group with the time limit and starts the watch."""
+@repair("fairseq.distributed.utils.distributed_init", probe="first_group_has_no_limit")
+def limit_first_group(init: Original, cfg: Any) -> Any:
+    """Limit the wait for a process that is missing or has stopped, and name it; fairseq waits 30 minutes."""
     given = getattr(cfg, "distributed_training", None)
     if given is None or dist.is_initialized() or cfg.common.tpu:
         return init(cfg)
@@ -45,21 +46,25 @@ def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
         return init(cfg)
 
 
-def limit_existing_group(
-    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``load_checkpoint``; first limits process groups older than this package's import."""
+@repair("fairseq.checkpoint_utils.load_checkpoint", probe="first_group_has_no_limit")
+def limit_existing_group(load: Original, cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Limit process groups older than the import of this package, as in ``fairseq-hydra-train``."""
     if rank_watch.running() is None and dist.is_available() and dist.is_initialized():
         wait = seconds_to_wait(getattr(trainer.cfg, "distributed_training", None))
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=wait), group)
         watch = rank_watch.start(dist.distributed_c10d._get_default_store(), wait)
         atexit.register(watch.stop)  # a thread in the store must not see the interpreter end
-    return load_checkpoint(cfg, trainer, *args, **kwargs)
+    return load(cfg, trainer, *args, **kwargs)
 
 
-def limit_further_groups(new_groups: Callable[..., Any], *args: Any) -> Any:
-    """fairseq's ``new_groups`` and ``get_global_group``; further groups get the limit of the first."""
+@repair(
+    "fairseq.distributed.utils.get_global_group",
+    "fairseq.distributed.utils.new_groups",
+    probe="further_groups_have_no_limit",
+)
+def limit_further_groups(new_groups: Original, *args: Any) -> Any:
+    """Give further process groups the limit of the first."""
     watch = rank_watch.running()
     if watch is None:
         return new_groups(*args)
@@ -69,7 +74,7 @@ def limit_further_groups(new_groups: Callable[..., Any], *args: Any) -> Any:
 
 
 def _init_process_group(
-    init: Callable[..., None], wait: float, backend: str, init_method: str, world_size: int, rank: int
+    init: Original, wait: float, backend: str, init_method: str, world_size: int, rank: int
 ) -> None:
     limit = timedelta(seconds=wait)
     if urlparse(init_method).scheme == "tcp" and rank is not None and rank >= 0:

@@ -11,11 +11,8 @@ from weakref import WeakKeyDictionary
 from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
 
-Stamp = tuple[int, int, int]
-"""Inode, size and time of the last change."""
-
-_loaded: WeakKeyDictionary[Any, dict[str, Stamp]] = WeakKeyDictionary()
-"""The files of each data set in use, as they were when it was loaded."""
+_loaded: WeakKeyDictionary[Any, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+"""The files of each data set in use and what :func:`_stamp` returned for them when it was loaded."""
 
 
 @repair("fairseq.tasks.setup_task", probe="removed_data_is_read")
@@ -66,6 +63,6 @@ def check_data_files() -> None:
             )
 
 
-def _stamp(file: str) -> Stamp:
+def _stamp(file: str) -> tuple[int, ...]:
     status = os.stat(file)
     return status.st_ino, status.st_size, status.st_mtime_ns

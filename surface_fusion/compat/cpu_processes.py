@@ -15,6 +15,8 @@ from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
+DDP = "fairseq.models.distributed_fairseq_model.DistributedDataParallel"
+
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 """Environment variables that torchrun sets for each process."""
 
@@ -26,25 +28,21 @@ SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
     """Start ``--distributed-world-size`` processes on the CPU without GPUs, where fairseq starts none.
 
-    Neither ``--distributed-no-spawn`` nor
-    ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is needed. Processes that torchrun has
-    started are used as they are; fairseq divides by the number of GPUs.
+    Neither ``--distributed-no-spawn`` nor ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is
+    needed. Processes that torchrun has started are used as they are; fairseq divides by the number of GPUs.
     """
     given, devices = cfg.distributed_training, torch.cuda.device_count()
-    world = given.distributed_world_size
+    world, no_address = given.distributed_world_size, given.distributed_init_method is None
+    by_torchrun = no_address and all(name in os.environ for name in TORCHRUN)
+    by_slurm = no_address and given.distributed_port > 0 and any(name in os.environ for name in SLURM)
     if world <= max(devices, 1) or cfg.common.tpu:
         return call_main(cfg, main, **kwargs)
-    if given.distributed_init_method is None:
-        by_torchrun = all(name in os.environ for name in TORCHRUN)
-        by_slurm = given.distributed_port > 0 and any(name in os.environ for name in SLURM)
-        if by_torchrun and devices == 0:
-            given.distributed_init_method, given.distributed_no_spawn = "env://", True
-            given.distributed_world_size = int(os.environ["WORLD_SIZE"])
-            given.distributed_rank = int(os.environ["RANK"])
-        elif by_torchrun or by_slurm:
-            return call_main(cfg, main, **kwargs)
-    if devices > 0 and not cfg.common.cpu:
-        return call_main(cfg, main, **kwargs)  # more processes than GPUs: other machines have the rest
+    if by_torchrun and devices == 0:
+        given.distributed_init_method, given.distributed_no_spawn = "env://", True
+        given.distributed_world_size = int(os.environ["WORLD_SIZE"])
+        given.distributed_rank = int(os.environ["RANK"])
+    elif by_torchrun or by_slurm or (devices > 0 and not cfg.common.cpu):
+        return call_main(cfg, main, **kwargs)  # fairseq starts one for each GPU, other machines the rest
     if given.distributed_backend == "nccl":
         logger.info("--distributed-backend nccl needs GPUs; taking gloo")
         given.distributed_backend = "gloo"
@@ -62,7 +60,8 @@ def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwa
             "leave the flag out, or start each rank by itself with --distributed-no-spawn"
         )
     if given.distributed_init_method is None:
-        given.distributed_init_method = f"tcp://localhost:{_free_port()}"
+        with socket.create_server(("localhost", 0)) as free:
+            given.distributed_init_method = f"tcp://localhost:{free.getsockname()[1]}"
     logger.info(f"starting {world} processes on this machine's CPU")
     given.distributed_rank = None  # each gets its own
     started = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
@@ -81,7 +80,7 @@ def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwa
     return None
 
 
-@repair("fairseq.models.distributed_fairseq_model.DistributedDataParallel", probe="ddp_gets_device_on_cpu")
+@repair(DDP, probe="ddp_gets_device_on_cpu")
 def without_device_ids(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
     """Give torch's ``DistributedDataParallel`` no device id for a model on the CPU, which it refuses."""
     if not any(parameter.is_cuda for parameter in module.parameters()):
@@ -89,9 +88,7 @@ def without_device_ids(ddp: Original, *args: Any, module: Any, **kwargs: Any) ->
     return ddp(*args, module=module, **kwargs)
 
 
-@repair(
-    "fairseq.models.distributed_fairseq_model.DistributedDataParallel", probe="ddp_finds_no_unused_parameters"
-)
+@repair(DDP, probe="ddp_finds_no_unused_parameters")
 def find_unused_parameters(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
     """Find parameters without a gradient with ``--ddp-backend pytorch_ddp``, which fails on a dropped layer.
 
@@ -101,9 +98,3 @@ def find_unused_parameters(ddp: Original, *args: Any, module: Any, **kwargs: Any
     if any(drops) or getattr(getattr(module, "cfg", None), "no_cross_attention", False):
         kwargs["find_unused_parameters"] = True
     return ddp(*args, module=module, **kwargs)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])

@@ -2,10 +2,11 @@
 
 import argparse
 import functools
+import sys
 from typing import Any
 
 from surface_fusion.compat.batching import as_array
-from surface_fusion.compat.patching import Original, repair
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
 _shard: tuple[int, int] | None = None
@@ -77,9 +78,5 @@ def _checked(settings: Any) -> tuple[int, int] | None:
 
 
 def _run_on_shard(main: Original, shard: tuple[int, int] | None, *args: Any, **kwargs: Any) -> Any:
-    global _shard
-    _shard = shard
-    try:
+    with replaced(sys.modules[__name__], "_shard", shard):
         return main(*args, **kwargs)
-    finally:
-        _shard = None

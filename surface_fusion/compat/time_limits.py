@@ -76,14 +76,11 @@ def limit_further_groups(new_groups: Original, *args: Any) -> Any:
 def _init_process_group(
     init: Original, wait: float, backend: str, init_method: str, world_size: int, rank: int
 ) -> None:
-    limit = timedelta(seconds=wait)
+    where: dict[str, Any] = {"init_method": init_method}
     if urlparse(init_method).scheme == "tcp" and rank is not None and rank >= 0:
-        store = _wait_for_all_ranks(init_method, world_size, rank, wait)
-        init(backend=backend, store=store, world_size=world_size, rank=rank, timeout=limit)
-    else:
-        init(backend=backend, init_method=init_method, world_size=world_size, rank=rank, timeout=limit)
-        store = dist.distributed_c10d._get_default_store()
-    rank_watch.start(store, wait)
+        where = {"store": _wait_for_all_ranks(init_method, world_size, rank, wait)}
+    init(backend=backend, world_size=world_size, rank=rank, timeout=timedelta(seconds=wait), **where)
+    rank_watch.start(dist.distributed_c10d._get_default_store(), wait)
 
 
 def _wait_for_all_ranks(init_method: str, world_size: int, rank: int, wait: float) -> Any:
@@ -98,11 +95,10 @@ def _wait_for_all_ranks(init_method: str, world_size: int, rank: int, wait: floa
         host, port = place.hostname or "localhost", place.port or 0
         store = dist.TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
     except RuntimeError as error:
-        if rank == 0:
-            raise SurfaceFusionError(f"rank 0 cannot listen at {init_method}: {error}") from error
-        raise SurfaceFusionError(
-            f"rank 0 did not answer at {init_method} within {wait:g} s; {advice}"
-        ) from error
+        fault = f"cannot listen at {init_method}: {error}"
+        if rank > 0:
+            fault = f"did not answer at {init_method} within {wait:g} s; {advice}"
+        raise SurfaceFusionError(f"rank 0 {fault}") from error
     keys = [f"surface_fusion/joined/{other}" for other in range(world_size)]
     if store.add(keys[rank], 1) > 1:
         raise SurfaceFusionError(f"two processes joined {init_method} as rank {rank}; give each its own")

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import fairseq
@@ -10,22 +11,19 @@ from hydra.core.hydra_config import HydraConfig
 
 from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
 @repair("fairseq.utils.import_user_module", probe="second_copy_is_refused", report="fs 2081")
 def accept_second_copy(import_user_module: Original, args: Any) -> Any:
-    """Use the imported package if ``--user-dir`` is a second copy of it, which fairseq refuses.
-
-    Raises:
-        SurfaceFusionError: ``--user-dir`` is a file, is missing, or is another version of this package.
-    """
+    """Use the imported package if ``--user-dir`` is a copy of the same version, which fairseq refuses."""
     path = getattr(args, "user_dir", None)
     if not path:
         return import_user_module(args)
     args.user_dir = path = _existing(path)
-    folder, here = os.path.realpath(path), os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    folder, here = os.path.realpath(path), str(Path(__file__).resolve().parents[1])
     if os.path.isfile(folder):
         raise SurfaceFusionError(f"--user-dir {path} is a file; give a folder of Python code")
     if folder == here:
@@ -36,14 +34,16 @@ def accept_second_copy(import_user_module: Original, args: Any) -> Any:
         archive = os.path.isfile(os.path.dirname(folder))
         fault = "is in an archive; unpack that" if archive else "does not exist; give the folder"
         raise SurfaceFusionError(f"--user-dir {path} {fault}, or leave --user-dir out")
-    theirs, ours = map(_version, (folder, here))
-    if theirs != ours:
+    file = Path(folder, "version.py")  # not imported
+    match = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
+    theirs = match[1] if match else "of an unknown version"
+    if theirs != __version__:
         raise SurfaceFusionError(
-            f"--user-dir {path} is surface-fusion {theirs}, but {ours} is already imported from {here}; "
-            "uninstall that version or leave --user-dir out"
+            f"--user-dir {path} is surface-fusion {theirs}, but {__version__} is already imported from "
+            f"{here}; uninstall that version or leave --user-dir out"
         )
     logger.warning(
-        f"--user-dir {path}: surface-fusion {ours} is already imported from {here}; using that copy"
+        f"--user-dir {path}: surface-fusion {__version__} is already imported from {here}; using that copy"
     )
     return None
 
@@ -54,12 +54,3 @@ def _existing(path: str) -> str:
     if HydraConfig.initialized():  # hydra runs each job in a new folder
         folders.insert(1, HydraConfig.get().runtime.cwd)
     return next((p for f in folders if os.path.exists(p := os.path.join(f, path))), path)
-
-
-def _version(package: str) -> str:
-    """The version of the copy of this package in the folder *package*, read without importing it."""
-    path, match = os.path.join(package, "version.py"), None
-    if os.path.isfile(path):
-        with open(path, encoding="utf-8") as file:
-            match = re.search(r'__version__ = "(.+)"', file.read())
-    return match[1] if match else "of an unknown version"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from fairseq import utils
 
-from surface_fusion.compat.patching import Original, repair
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -86,24 +86,15 @@ def as_array(indices: Any) -> Any:
     probe="overlong_sentence_is_fatal",
     report="fs 1853, 2998, 2650",
 )
-def skip_overlong_sentences(
-    filter_indices: Original,
-    task: Any,
-    indices: Any,
-    dataset: Any,
-    max_positions: Any = None,
-    ignore_invalid_inputs: bool = False,
-) -> Any:
-    """Skip and count sentences longer than the model's positions in all commands; fairseq fails.
-
-    Raises:
-        SurfaceFusionError: no sentence pair remains.
-    """
-    kept = filter_indices(task, indices, dataset, max_positions, ignore_invalid_inputs=True)
-    if len(kept) == 0 and getattr(dataset, "tgt", None) is not None:
+def skip_overlong_sentences(filter_indices: Original, *args: Any, **kwargs: Any) -> Any:
+    """Skip and count sentences longer than the model's positions, unless these are all; fairseq fails."""
+    given = arguments(filter_indices, *args, **kwargs)
+    kept = filter_indices(**{**given, "ignore_invalid_inputs": True})
+    if len(kept) == 0 and getattr(given["dataset"], "tgt", None) is not None:
         raise SurfaceFusionError(
-            f"none of the {len(indices)} sentence pairs fits the model's positions {max_positions}; "
-            "raise --max-source-positions and --max-target-positions or split the text"
+            f"none of the {len(given['indices'])} sentence pairs fits the model's positions "
+            f"{given['max_positions']}; raise --max-source-positions and --max-target-positions or split the "
+            "text"
         )
     return kept
 

@@ -25,7 +25,7 @@ from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE, TRUST_VARIABLE
-from surface_fusion.compat.patching import Original, repair, replaced
+from surface_fusion.compat.patching import Original, arguments, repair, replaced
 from surface_fusion.compat.safe_eval import NotLiteralError, literal
 from surface_fusion.errors import SurfaceFusionError, shorten
 
@@ -67,11 +67,8 @@ EVALUATED = (
 )
 """String fields that fairseq evaluates, in the models, criteria and optimizers that a file may select."""
 
-_building: ContextVar[str | None] = ContextVar("_building", default=None)
-"""Set while fairseq loads a model from files.
-
-"task" if the task is built from the checkpoint too, else "model".
-"""
+_with_task: ContextVar[bool | None] = ContextVar("_with_task", default=None)
+"""Whether fairseq builds the task from the checkpoint, too, while it builds a model; None at other times."""
 
 
 def trusted() -> bool:
@@ -221,36 +218,29 @@ def refuse_interpolations(load: Original, path: str, *args: Any, **kwargs: Any) 
 def load_allowed(load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Check what a checkpoint selects before a model is built: some names run commands or fetch URLs."""
     state = load(path, arg_overrides, *args, **kwargs)
-    if (building := _building.get()) is not None:
-        check_configuration(state, path, arg_overrides, building == "task")
+    if (with_task := _with_task.get()) is not None:
+        check_configuration(state, path, arg_overrides, with_task)
     return state
 
 
 @repair("fairseq.checkpoint_utils.load_model_ensemble_and_task", probe="checkpoint_names_any_model")
-def build_allowed(
-    build: Original,
-    filenames: list[str],
-    arg_overrides: Any = None,
-    task: Any = None,
-    strict: bool = True,
-    suffix: str = "",
-    num_shards: int = 1,
-    state: Any = None,
-) -> Any:
+def build_allowed(build: Original, *args: Any, **kwargs: Any) -> Any:
     """Check what a checkpoint that is loaded already selects, too."""
-    if state is not None:
-        check_configuration(state, filenames[0], arg_overrides, task is None)
-    token = _building.set("task" if task is None else "model")
+    given = arguments(build, *args, **kwargs)
+    with_task = given["task"] is None
+    if given["state"] is not None:
+        check_configuration(given["state"], given["filenames"][0], given["arg_overrides"], with_task)
+    token = _with_task.set(with_task)
     try:
-        return build(filenames, arg_overrides, task, strict, suffix, num_shards, state)
+        return build(*args, **kwargs)
     finally:
-        _building.reset(token)
+        _with_task.reset(token)
 
 
 @repair("fairseq.utils.parse_embedding", probe="trained_model_reads_embeddings")
 def skip_initial_embeddings(parse_embedding: Original, embed_path: str) -> Any:
     """Skip the file of ``--encoder-embed-path`` when a trained model is loaded: it may be gone or endless."""
-    return {} if _building.get() is not None else parse_embedding(embed_path)
+    return {} if _with_task.get() is not None else parse_embedding(embed_path)
 
 
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:

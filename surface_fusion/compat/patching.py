@@ -3,15 +3,13 @@
 import builtins
 import contextlib
 import functools
+import inspect
 import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-FAIRSEQ_VERSIONS = "ve-fairseq 0.12.3, fairseq-fixed 0.12.3.1"
-"""The uploads of fairseq's main branch in which the faults were seen."""
 
 Original = Callable[..., Any]
 """A function of fairseq, the first argument of its wrapper."""
@@ -77,6 +75,13 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     names = getattr(original, "__globals__", call.__globals__)  # classes and builtins have none
     wrapped = types.FunctionType(call.__code__, names, name, None, call.__closure__)
     setattr(owner, name, functools.update_wrapper(wrapped, original))
+
+
+def arguments(original: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of *original* by name, with its defaults."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ If the state of the checkpoint does not fit the training, the error names fairse
 import logging
 from typing import Any
 
-from surface_fusion.compat.patching import Original, repair
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ def save_process_count(state_dict: Original, iterator: Any) -> dict[str, Any]:
 def rescale_position(load_state_dict: Original, iterator: Any, state: dict[str, Any]) -> None:
     """Rescale the offset after a resume with another number of processes; fairseq repeats or skips sentences.
 
-    It saves the number of batches per process and skips that many per process. It may also raise a
-    "dataloader mismatch".
+    fairseq saves the number of batches per process, and skips that many per process.
     """
     then, now = state.get("num_shards", iterator.num_shards), iterator.num_shards
     if then != now and state.get("iterations_in_epoch", 0) > 0:
@@ -71,21 +70,13 @@ def rescale_position(load_state_dict: Original, iterator: Any, state: dict[str, 
 
 
 @repair("fairseq.trainer.Trainer.load_checkpoint", probe="resume_drops_validation_loss")
-def with_last_validation(
-    load: Original,
-    trainer: Any,
-    filename: str,
-    reset_optimizer: bool = False,
-    reset_lr_scheduler: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def with_last_validation(load: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Report the validation loss of the last epoch to the schedule, before which fairseq has saved.
 
     ``reduce_lr_on_plateau`` would resume with a learning rate that the uninterrupted training has reduced.
     """
-    extra = load(trainer, filename, reset_optimizer, reset_lr_scheduler, *args, **kwargs)
-    if extra is not None and not reset_optimizer and not reset_lr_scheduler:
+    extra, given = load(trainer, *args, **kwargs), arguments(load, trainer, *args, **kwargs)
+    if extra is not None and not given["reset_optimizer"] and not given["reset_lr_scheduler"]:
         position = extra["train_iterator"]
         if position.get("iterations_in_epoch") == 0 and extra.get("val_loss") is not None:
             trainer.lr_step(position["epoch"] - 1, extra["val_loss"])
@@ -131,11 +122,7 @@ def load_bad_epochs(load_state_dict: Original, schedule: Any, state: dict[str, A
 
 @repair("fairseq.trainer.Trainer.load_checkpoint", probe="reset_is_not_advised")
 def with_advice_on_resets(load: Original, trainer: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """Name ``--reset-optimizer`` in the error for the optimizer state of another training.
-
-    Raises:
-        SurfaceFusionError: the state of the optimizer or learning-rate schedule is from another training.
-    """
+    """Name ``--reset-optimizer`` in the error for the optimizer or schedule state of another training."""
     try:
         return load(trainer, filename, *args, **kwargs)
     except ValueError as error:

@@ -6,26 +6,20 @@ from typing import Any
 
 from fairseq.data.data_utils import post_process
 
-from surface_fusion.compat.patching import Original, repair
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 
 @repair("fairseq.search.DiverseBeamSearch.step", probe="diverse_beam_fails")
-def map_sentence_ids(
-    step_groups: Original,
-    search: Any,
-    step: int,
-    lprobs: Any,
-    scores: Any,
-    prev_output_tokens: Any = None,
-    original_batch_idxs: Any = None,
-) -> Any:
+def map_sentence_ids(step_groups: Original, *args: Any, **kwargs: Any) -> Any:
     """Map ids of sentences to rows for ``--diverse-beam-groups``; fairseq fails once one is finished."""
-    if original_batch_idxs is not None:
-        if step == 0:
-            search.batch_ids = original_batch_idxs
-        original_batch_idxs = original_batch_idxs[:, None].eq(search.batch_ids[None, :]).int().argmax(dim=1)
-    return step_groups(search, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+    given = arguments(step_groups, *args, **kwargs)
+    search, ids = given["self"], given["original_batch_idxs"]
+    if ids is not None:
+        if given["step"] == 0:
+            search.batch_ids = ids
+        given["original_batch_idxs"] = ids[:, None].eq(search.batch_ids[None, :]).int().argmax(dim=1)
+    return step_groups(**given)
 
 
 @repair(
@@ -58,11 +52,7 @@ class SourceAlignment(list[Any]):
 def align_for_replacement(
     build_generator: Original, task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Make the alignment that ``--replace-unk`` needs, and refuse the options of iterative models.
-
-    Raises:
-        SurfaceFusionError: ``--print-step`` or ``--retain-iter-history``, which iterative models alone use.
-    """
+    """Make the alignment that ``--replace-unk`` needs, and refuse the options of iterative models."""
     for name in ("print_step", "retain_iter_history"):
         if getattr(args, name, False):
             raise SurfaceFusionError(f"--{name.replace('_', '-')} needs an iterative model; leave it out")
@@ -77,11 +67,7 @@ def align_for_replacement(
 
 @repair("fairseq_cli.generate.main", probe="generate_takes_constraints")
 def refuse_options_of_interactive(main: Original, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse options with which ``generate`` fails.
-
-    Raises:
-        SurfaceFusionError: ``--constraints``, or ``--replace-unk`` without the source text.
-    """
+    """Refuse ``--constraints`` in ``generate``, and ``--replace-unk`` without the source text; both fail."""
     flat = isinstance(cfg, argparse.Namespace)
     generation, task = (cfg, cfg) if flat else (cfg.generation, cfg.task)
     if generation.constraints:
@@ -95,29 +81,21 @@ def refuse_options_of_interactive(main: Original, cfg: Any, *args: Any, **kwargs
 
 
 @repair("fairseq.utils.post_process_prediction", probe="replace_unk_fails")
-def replace_unknown_words(
-    process: Original,
-    hypo_tokens: Any,
-    src_str: str,
-    alignment: Any,
-    align_dict: Any,
-    tgt_dict: Any,
-    remove_bpe: str | None = None,
-    extra_symbols_to_ignore: Any = None,
-) -> Any:
+def replace_unknown_words(process: Original, *args: Any, **kwargs: Any) -> Any:
     """Replace ``<unk>`` by the source word with the most attention for ``--replace-unk``; fairseq fails.
 
     Words are looked up before subwords are joined: the alignment counts subwords.
     """
+    given = arguments(process, *args, **kwargs)
+    alignment, align_dict, words = given["alignment"], given["align_dict"], given["tgt_dict"]
     if align_dict is None:
-        return process(
-            hypo_tokens, src_str, alignment, align_dict, tgt_dict, remove_bpe, extra_symbols_to_ignore
-        )
-    source = getattr(alignment, "source", src_str.split())
-    pieces = tgt_dict.string(hypo_tokens, extra_symbols_to_ignore=extra_symbols_to_ignore)
-    known = copy_source_words(pieces, tgt_dict.unk_string(), source, alignment, align_dict)
-    text = post_process(known, remove_bpe)
-    return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
+        return process(*args, **kwargs)
+    source = getattr(alignment, "source", given["src_str"].split())
+    ignored = given["extra_symbols_to_ignore"]
+    pieces = words.string(given["hypo_tokens"], extra_symbols_to_ignore=ignored)
+    known = copy_source_words(pieces, words.unk_string(), source, alignment, align_dict)
+    text = post_process(known, given["remove_bpe"])
+    return words.encode_line(text, add_if_not_exist=True), text, alignment
 
 
 def copy_source_words(

@@ -4,16 +4,15 @@ import inspect
 from itertools import groupby
 from pathlib import Path
 
-from surface_fusion.compat.patching import FAIRSEQ_VERSIONS
 from surface_fusion.compat.repairs import REPAIRS
 
 PAGE = Path(__file__).parents[2] / "docs" / "repairs.md"
 
-HEAD = f"""# Repairs of fairseq
+HEAD = """# Repairs of fairseq
 
 fairseq is no longer released. When this package is imported, it wraps the functions of fairseq in the first
 column, for all models and commands (that of --model-overrides acts on models of this package only). The
-faults were seen in {FAIRSEQ_VERSIONS}; "fs 5610" is issue 5610 of
+faults were seen in ve-fairseq 0.12.3, fairseq-fixed 0.12.3.1; "fs 5610" is issue 5610 of
 facebookresearch/fairseq. A test runs plain fairseq and fails when a fault is gone; the repair can then be
 removed.
 

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from fairseq.file_io import PathManager
@@ -24,8 +24,6 @@ from surface_fusion.errors import SurfaceFusionError
 
 NO_VALUES = re.compile(r"mask|\._float_tensor$", re.IGNORECASE)
 """Names of masks, where infinity has a meaning, and of a buffer that fairseq never sets or reads."""
-MAX_NAMES = 2
-"""Maximum number of parameters that an error names."""
 
 
 class DamagedCheckpointError(SurfaceFusionError):
@@ -106,8 +104,8 @@ def check_records(path: str) -> bool:
         raise _damaged(path, f"its table of contents cannot be read ({type(error).__name__})") from error
     if damaged is not None:
         names = [] if damaged.endswith("/data.pkl") else _tensors_without(checksums, path)
-        if len(names) > MAX_NAMES:  # tensors in one storage, such as those of flat_adam on a CPU
-            names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more tensors in the same storage"]
+        if len(names) > 2:  # tensors in one storage, such as those of flat_adam on a CPU
+            names[2:] = [f"{len(names) - 2} more tensors in the same storage"]
         raise _damaged(path, f"checksum mismatch in {', '.join(names) or damaged}")
     return True
 
@@ -144,23 +142,21 @@ def _checksum(tensor: Tensor) -> int:
 # -- values -------------------------------------------------------------------------------------
 
 
-def not_finite(state: dict[str, Any], optimizer: bool = True) -> Optional[str]:
+def not_finite(state: dict[str, Any], optimizer: bool = True) -> str | None:
     """Describe the first tensor of a checkpoint that contains NaN or infinity; None if there is none.
 
     Checks parameters and buffers, those of EMA, and with *optimizer* the optimizer state last. Names that
     match :data:`NO_VALUES` are skipped.
     """
-    parts = {"model": state.get("model")}
-    extra = state.get("extra_state")
+    parts, extra = {"model": state.get("model")}, state.get("extra_state")
     if isinstance(extra, dict):
         parts |= {name: extra.get(name) for name in ("ema", "ema_fp32_params")}
     if optimizer:
         parts["last_optimizer_state"] = state.get("last_optimizer_state")
     for name, tensor in _named_tensors(parts):
-        if not tensor.is_floating_point() or not tensor.numel() or NO_VALUES.search(name):
+        dense = tensor.layout is torch.strided and not tensor.is_meta  # as all parameters of fairseq
+        if not (dense and tensor.is_floating_point() and tensor.numel()) or NO_VALUES.search(name):
             continue
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            continue  # not a parameter of fairseq
         values = _each_once(tensor.detach())
         # Four times as fast as isfinite; aminmax returns NaN if there is one.
         if not all(math.isfinite(bound) for bound in torch.aminmax(values)):

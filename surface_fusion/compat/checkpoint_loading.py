@@ -63,11 +63,7 @@ def allow_checkpoint_classes() -> None:
 def explain_bad_checkpoint(
     load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Name a file that is not a checkpoint, or not a safe one, in one line instead of a traceback.
-
-    Raises:
-        SurfaceFusionError: the file is missing, unreadable, damaged, not a checkpoint, or would run code.
-    """
+    """Name a file that is missing, damaged, no checkpoint or not a safe one, in one line, not a traceback."""
     if arg_overrides is not None and not isinstance(arg_overrides, dict):
         raise SurfaceFusionError(
             f"--model-overrides {arg_overrides} is not a dictionary; give one, such as \"{{'sf_gate': 0.9}}\""

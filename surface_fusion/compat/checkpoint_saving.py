@@ -30,11 +30,7 @@ MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cp
 
 @repair("fairseq.checkpoint_utils.torch_persistent_save", probe="failed_save_leaves_file")
 def save_atomically(save: Original, obj: Any, filename: Any, async_write: bool = False) -> None:
-    """Save to a temporary file and rename it when it is complete; a failed attempt leaves nothing behind.
-
-    Raises:
-        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
-    """
+    """Save to a temporary file and rename it when it is complete; a failed attempt changes no file."""
     if async_write or not isinstance(filename, str) or not PathManager.supports_rename(filename):
         save(obj, filename, async_write=async_write)
         return
@@ -52,11 +48,7 @@ def save_atomically(save: Original, obj: Any, filename: Any, async_write: bool =
 
 @repair("fairseq.file_io.PathManager.copy", probe="copy_is_in_place")
 def copy_atomically(copy: Original, src_path: str, dst_path: str, overwrite: bool = False) -> Any:
-    """Copy to a temporary file and rename it when it is complete; a killed copy breaks no checkpoint.
-
-    Raises:
-        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
-    """
+    """Copy to a temporary file and rename it when it is complete; a failed copy breaks no checkpoint."""
     if not all(map(PathManager.supports_rename, (src_path, dst_path))):
         return copy(src_path, dst_path, overwrite=overwrite)
     try:
@@ -78,9 +70,6 @@ def check_folder(check: Original, save_dir: str) -> None:
     """Test ``--save-dir`` with an unnamed file; fairseq overwrites and removes the user's file "dummy".
 
     Also removes the temporary files of killed saves.
-
-    Raises:
-        SurfaceFusionError: the folder cannot be created, or a file in it cannot be written.
     """
     if not PathManager.supports_rename(save_dir):
         check(save_dir)
@@ -97,11 +86,7 @@ def check_folder(check: Original, save_dir: str) -> None:
 
 @repair("fairseq.checkpoint_utils.load_checkpoint", probe="lack_of_space_is_noticed_late")
 def check_space(load: Original, cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check before a training that its first checkpoints fit on the disk.
-
-    Raises:
-        SurfaceFusionError: they do not fit, or exceed the process's limit on the size of files.
-    """
+    """Check before a training that its first checkpoints fit on the disk and in the limit on file sizes."""
     result = load(cfg, trainer, *args, **kwargs)
     if cfg.no_save or not trainer.should_save_checkpoint_on_current_rank or trainer.is_fsdp:
         return result

@@ -45,11 +45,7 @@ def open_bytes(enter: Original, chunker: Any) -> ChunkLineIterator:
 
 @repair("fairseq.file_chunker_utils.ChunkLineIterator.__iter__", probe="line_of_bad_text_is_not_named")
 def decode_lines(iterate: Original, chunk: Any) -> Iterator[str]:
-    """Yield the lines of a part of a file; an error for text that is not UTF-8 names the file and line.
-
-    Raises:
-        SurfaceFusionError: a line is not UTF-8; the message has its number.
-    """
+    """Yield the lines of a part of a file; an error for text that is not UTF-8 names the file and line."""
     file, offset, end = chunk._fd, chunk._start_offset, chunk._end_offset
     file.seek(offset)
     while (end <= 0 or offset < end) and (line := file.readline()):

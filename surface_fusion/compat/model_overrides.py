@@ -25,11 +25,7 @@ MODEL_NAME = "transformer_surface_fusion"
 def refuse_unknown_names(
     load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse unknown names in ``--model-overrides`` for models of this package.
-
-    Raises:
-        SurfaceFusionError: a name is not a setting of the checkpoint's SurfaceFusion model.
-    """
+    """Refuse unknown names in ``--model-overrides`` for models of this package."""
     state = load(path, arg_overrides, *args, **kwargs)
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))

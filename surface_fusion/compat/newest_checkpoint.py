@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import re
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_NAME = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|_last|\.best_.+_[-.\d]+)\.pt")
 """File names that a training writes; averages and copies have other names."""
-DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
+LAST = "checkpoint_last.pt"
 """The default of ``--restore-file``."""
 
 
@@ -31,9 +31,7 @@ def load_newest_intact(
     Only the default ``--restore-file`` is replaced.
     """
     cfg = trainer.cfg.checkpoint
-    default = cfg.restore_file == DEFAULT_RESTORE_FILE and filename == os.path.join(
-        cfg.save_dir, DEFAULT_RESTORE_FILE
-    )
+    default = cfg.restore_file == LAST and filename == os.path.join(cfg.save_dir, LAST)
     if default and not os.path.exists(filename):
         _warn_of_others(cfg.save_dir)
     token = uses_optimizer.set(not reset_optimizer)
@@ -54,7 +52,7 @@ def _warn_of_others(folder: str) -> None:
     if others:
         newest = max(others, key=os.path.getmtime)
         logger.warning(
-            f"{folder} has no {DEFAULT_RESTORE_FILE}: training starts from scratch and overwrites "
+            f"{folder} has no {LAST}: training starts from scratch and overwrites "
             f"checkpoints there; to resume, add --restore-file {newest}"
         )
 
@@ -83,7 +81,7 @@ def _newest_intact(folder: str, damaged: str, damage: Exception) -> str:
     ) from damage
 
 
-def _updates(path: str) -> Optional[int]:
+def _updates(path: str) -> int | None:
     """Number of updates of a checkpoint, without reading its tensors.
 
     None for averages, which cannot be resumed, and for unreadable files.

@@ -42,34 +42,27 @@ def name_empty_data(load_dataset: Original, path: str, *args: Any, **kwargs: Any
 
 
 @repair("fairseq.data.data_utils.batch_by_size", probe="last_batch_is_dropped", report="fs 5036")
-def keep_last_batch(
-    batch_by_size: Original,
-    indices: Any,
-    num_tokens_fn: Any,
-    num_tokens_vec: Any = None,
-    max_tokens: int | None = None,
-    **kwargs: Any,
-) -> Any:
+def keep_last_batch(batch_by_size: Original, *args: Any, **kwargs: Any) -> Any:
     """Keep the last batch, which fairseq drops if its size is not a multiple of 8.
 
     A sentence longer than ``--max-tokens`` is skipped, with a warning. fairseq skips it in training only and
     fails elsewhere.
     """
-    indices = as_array(indices)
-    variable = kwargs.get("fixed_shapes") is None
-    if max_tokens is not None and variable:
-        sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
-        fits = np.asarray(sizes) <= max_tokens
+    given = arguments(batch_by_size, *args, **kwargs)
+    indices, sizes, limit = as_array(given["indices"]), given["num_tokens_vec"], given["max_tokens"]
+    variable = given["fixed_shapes"] is None
+    if limit is not None and variable:
+        fits = np.asarray([*map(given["num_tokens_fn"], indices)] if sizes is None else sizes) <= limit
         if not fits.all():
             logger.warning(
-                f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
+                f"{(~fits).sum()} samples are longer than --max-tokens {limit} and will be skipped, "
                 f"first few sample ids={indices[~fits][:10].tolist()}"
             )
             indices = indices[fits]
-            num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
+            given["num_tokens_vec"] = None if sizes is None else np.asarray(sizes)[fits]
     if len(indices) == 0:
         return []  # fairseq would access a last batch and fail
-    batches = list(batch_by_size(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
+    batches = list(batch_by_size(**{**given, "indices": indices}))
     kept = sum(map(len, batches))
     if kept < len(indices) and variable:
         batches.append(indices[kept:])
@@ -93,8 +86,8 @@ def skip_overlong_sentences(filter_indices: Original, *args: Any, **kwargs: Any)
     if len(kept) == 0 and getattr(given["dataset"], "tgt", None) is not None:
         raise SurfaceFusionError(
             f"none of the {len(given['indices'])} sentence pairs fits the model's positions "
-            f"{given['max_positions']}; raise --max-source-positions and --max-target-positions or split the "
-            "text"
+            f"{given['max_positions']}; raise --max-source-positions and --max-target-positions or split "
+            "the text"
         )
     return kept
 

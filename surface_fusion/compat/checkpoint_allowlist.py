@@ -225,7 +225,7 @@ def load_allowed(load: Original, path: str, arg_overrides: Any = None, *args: An
 
 @repair("fairseq.checkpoint_utils.load_model_ensemble_and_task", probe="checkpoint_names_any_model")
 def build_allowed(build: Original, *args: Any, **kwargs: Any) -> Any:
-    """Check what a checkpoint that is loaded already selects, too."""
+    """Check what each checkpoint of an ensemble selects, also of one that the caller has loaded."""
     given = arguments(build, *args, **kwargs)
     with_task = given["task"] is None
     if given["state"] is not None:

@@ -95,8 +95,7 @@ def explain_bad_checkpoint(
 def upgrade_published_checkpoint(upgrade: Original, state: Any) -> Any:
     """Load checkpoints of the published code as this package's model; they name one of fairseq's.
 
-    A file without a model raises KeyError, which
-    :func:`explain_bad_checkpoint` reports.
+    A file without a model raises KeyError, which :func:`explain_bad_checkpoint` reports.
     """
     if not isinstance(state, dict) or "model" not in state:
         raise KeyError("model")

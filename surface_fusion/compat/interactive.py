@@ -42,12 +42,7 @@ def read_buffers(buffered_read: Original, input: str, buffer_size: int) -> Itera
 
 @repair("fairseq_cli.interactive.make_batches", probe="interactive_fails_on_long_line")
 def batch_each_line(
-    make_batches: Original,
-    lines: list[str],
-    cfg: Any,
-    task: Any,
-    max_positions: Any,
-    encode_fn: Callable[[str], str],
+    make_batches: Original, lines: list[str], cfg: Any, task: Any, max_positions: Any, encode_fn: Any
 ) -> Iterator[Any]:
     """Add a batch with an empty hypothesis for each line of ``interactive`` that is too long or empty.
 

@@ -6,7 +6,7 @@ finds its fault: the repair can then be removed.
 """
 
 import functools
-import pkgutil
+import importlib
 
 from surface_fusion.compat.checkpoint_loading import allow_checkpoint_classes
 from surface_fusion.compat.patching import Repair
@@ -33,7 +33,7 @@ Of one attribute, the wrapper applied last is the outermost.
 REPAIRS: tuple[Repair, ...] = tuple(
     repair
     for name in MODULES
-    for function in vars(pkgutil.resolve_name(f"{__package__}.{name}")).values()
+    for function in vars(importlib.import_module(f"{__package__}.{name}")).values()
     if getattr(function, "__module__", None) == f"{__package__}.{name}"
     for repair in getattr(function, "repairs", ())
 )

@@ -46,7 +46,6 @@ MOST_OPERATIONS = 100
 LARGEST = 2**63
 """Results of ``+``, ``-``, ``*`` and ``/`` of numbers must have a smaller absolute value."""
 
-
 ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

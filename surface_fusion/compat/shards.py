@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from surface_fusion.compat.batching import as_array
-from surface_fusion.compat.patching import Original, repair, replaced
+from surface_fusion.compat.patching import Original, arguments, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
 _shard: tuple[int, int] | None = None
@@ -32,26 +32,20 @@ def evaluate_shard(call_main: Original, cfg: Any, main: Original, **kwargs: Any)
 
 
 @repair("fairseq.data.data_utils.batch_by_size", probe="batches_are_split_into_shards")
-def batch_shard(
-    batch_by_size: Original,
-    indices: Any,
-    num_tokens_fn: Any,
-    num_tokens_vec: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def batch_shard(batch_by_size: Original, *args: Any, **kwargs: Any) -> Any:
     """Batch sentences I, I+N, I+2N, ... if a command runs on shard I of N; fairseq deals out batches."""
+    given = arguments(batch_by_size, *args, **kwargs)
     if _shard is not None:
         shards, number = _shard
-        indices = as_array(indices)
+        indices, sizes = as_array(given["indices"]), given["num_tokens_vec"]
         if len(indices) <= number:
             raise SurfaceFusionError(
                 f"--num-shards {shards} --shard-id {number}: the data has {len(indices)} sentences, so this "
                 "shard is empty; give fewer shards"
             )
-        indices = indices[number::shards]
-        num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[number::shards]
-    return batch_by_size(indices, num_tokens_fn, num_tokens_vec, *args, **kwargs)
+        given["indices"] = indices[number::shards]
+        given["num_tokens_vec"] = None if sizes is None else sizes[number::shards]
+    return batch_by_size(**given)
 
 
 def refuse_shards(command: str) -> None:

@@ -19,14 +19,11 @@ from surface_fusion.compat import rank_watch
 from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
-WAIT = 600.0
-"""Default limit in seconds."""
-
 
 def seconds_to_wait(distributed: Any) -> float:
     """The limit by the section ``distributed_training`` of a configuration, in seconds."""
     given = getattr(distributed, "heartbeat_timeout", -1)
-    return float(given) if given > 0 else WAIT
+    return float(given) if given > 0 else 600.0
 
 
 @repair("fairseq.distributed.utils.call_main", probe="failing_rank_is_not_named")
@@ -66,10 +63,8 @@ def limit_existing_group(load: Original, cfg: Any, trainer: Any, *args: Any, **k
 def limit_further_groups(new_groups: Original, *args: Any) -> Any:
     """Give further process groups the limit of the first."""
     watch = rank_watch.running()
-    if watch is None:
-        return new_groups(*args)
-    limited = functools.partial(dist.new_group, timeout=timedelta(seconds=watch.wait))
-    with replaced(dist, "new_group", limited):
+    limit: dict[str, Any] = {} if watch is None else {"timeout": timedelta(seconds=watch.wait)}
+    with replaced(dist, "new_group", functools.partial(dist.new_group, **limit)):
         return new_groups(*args)
 
 
@@ -84,11 +79,7 @@ def _init_process_group(
 
 
 def _wait_for_all_ranks(init_method: str, world_size: int, rank: int, wait: float) -> Any:
-    """The store of all processes, after all have connected to it.
-
-    Raises:
-        SurfaceFusionError: not all connected within *wait* seconds.
-    """
+    """The store of all processes, which have joined; an error names those missing after *wait* seconds."""
     place, limit = urlparse(init_method), timedelta(seconds=wait)
     advice = "start every rank, or raise --heartbeat-timeout"
     try:

@@ -75,9 +75,8 @@ def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        failure = raw.failure
-        if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
-            failure = error
+        no_space = error if isinstance(error, OSError) and error.errno in NO_SPACE else None
+        failure = raw.failure or no_space
         if failure is not None:
             raise WriteError(path, failure) from failure
         raise
@@ -90,11 +89,7 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def create_folder(folder: PathLike, name: str) -> tuple[str, int]:
-    """Create a temporary folder in *folder*; return its path and the lock, a descriptor to close at the end.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a temporary folder in *folder*; return its path and its lock, a descriptor to close later."""
     path = _temporary_path(os.fspath(folder), name)
     os.mkdir(path, 0o700)
     return path, _locked(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

@@ -135,8 +135,8 @@ def _refused_names(cfg: dict[str, Any], given: dict[str, Any], with_task: bool) 
 def _selected(cfg: dict[str, Any], with_task: bool) -> Iterator[tuple[str, str, Any]]:
     """Kind, name and registered class of all that *cfg* selects, found as fairseq finds them."""
     model, task = _as_dict(cfg.get("model")), _as_dict(cfg.get("task"))
-    only = next(iter(model)) if len(model) == 1 else None
-    name = str(model.get("_name") or model.get("arch") or only)
+    name = model.get("_name") or model.get("arch")
+    name = str(next(iter(model)) if not name and len(model) == 1 else name)
     yield "model", name, ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
     if not with_task:
         return

@@ -33,10 +33,10 @@ def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwa
     """
     given, devices = cfg.distributed_training, torch.cuda.device_count()
     world, no_address = given.distributed_world_size, given.distributed_init_method is None
-    by_torchrun = no_address and all(name in os.environ for name in TORCHRUN)
-    by_slurm = no_address and given.distributed_port > 0 and any(name in os.environ for name in SLURM)
     if world <= max(devices, 1) or cfg.common.tpu:
         return call_main(cfg, main, **kwargs)
+    by_torchrun = no_address and all(name in os.environ for name in TORCHRUN)
+    by_slurm = no_address and given.distributed_port > 0 and any(name in os.environ for name in SLURM)
     if by_torchrun and devices == 0:
         given.distributed_init_method, given.distributed_no_spawn = "env://", True
         given.distributed_world_size = int(os.environ["WORLD_SIZE"])

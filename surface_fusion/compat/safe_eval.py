@@ -117,7 +117,7 @@ def _value(node: ast.AST | None) -> Any:
         case ast.Set(items):
             return {_value(item) for item in items}
         case ast.Dict(keys, values):
-            return dict(zip(map(_value, keys), map(_value, values), strict=True))
+            return dict(zip([*map(_value, keys)], map(_value, values), strict=True))
         case ast.UnaryOp(ast.UAdd() | ast.USub() as op, operand):
             if not _is_number(number := _value(operand)):
                 raise NotLiteralError("it negates what is not a number")

@@ -2,19 +2,20 @@
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from fairseq import utils
 
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
 
-def name_missing_data(setup_task: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
-    """fairseq's ``setup_task``; names a data folder or dictionary that is missing, in one line."""
+@repair("fairseq.tasks.setup_task", probe="missing_folder_is_not_named")
+def name_missing_data(setup_task: Original, cfg: Any, **kwargs: Any) -> Any:
+    """Name a data folder or dictionary that is missing, in one line."""
     folders = utils.split_paths(str(getattr(cfg, "data", None) or ""))
     for folder in filter(None, folders):  # dummy tasks have no folder
         if "://" not in folder and not os.path.isdir(folder):
@@ -30,8 +31,9 @@ def name_missing_data(setup_task: Callable[..., Any], cfg: Any, **kwargs: Any) -
         ) from error
 
 
-def name_empty_data(load_dataset: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_indexed_dataset``; names an empty data file, in one line."""
+@repair("fairseq.data.data_utils.load_indexed_dataset", probe="empty_data_file_is_not_named")
+def name_empty_data(load_dataset: Original, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Name an empty data file, in one line."""
     if os.path.isfile(path + ".bin") and os.path.getsize(path + ".bin") == 0:
         raise SurfaceFusionError(
             f"data file {path}.bin has no sentences; preprocess a text that is not empty"
@@ -39,66 +41,60 @@ def name_empty_data(load_dataset: Callable[..., Any], path: str, *args: Any, **k
     return load_dataset(path, *args, **kwargs)
 
 
-def keep_last_batch(
-    batch_by_size: Callable[..., Any],
-    indices: Any,
-    num_tokens_fn: Callable[[int], int],
-    num_tokens_vec: Any = None,
-    max_tokens: int | None = None,
-    **kwargs: Any,
-) -> Any:
-    """fairseq's ``batch_by_size``; appends the last batch if fairseq drops it.
+@repair("fairseq.data.data_utils.batch_by_size", probe="last_batch_is_dropped", report="fs 5036")
+def keep_last_batch(batch_by_size: Original, *args: Any, **kwargs: Any) -> Any:
+    """Keep the last batch, which fairseq drops if its size is not a multiple of 8.
 
     A sentence longer than ``--max-tokens`` is skipped, with a warning. fairseq skips it in training only and
     fails elsewhere.
     """
-    if not isinstance(indices, np.ndarray):
-        indices = np.fromiter(indices, dtype=np.int64, count=-1)
-    if max_tokens is not None and kwargs.get("fixed_shapes") is None:
-        sizes = [num_tokens_fn(i) for i in indices] if num_tokens_vec is None else num_tokens_vec
-        fits = np.asarray(sizes) <= max_tokens
+    given = arguments(batch_by_size, *args, **kwargs)
+    indices, sizes, limit = as_array(given["indices"]), given["num_tokens_vec"], given["max_tokens"]
+    variable = given["fixed_shapes"] is None
+    if limit is not None and variable:
+        fits = np.asarray([*map(given["num_tokens_fn"], indices)] if sizes is None else sizes) <= limit
         if not fits.all():
             logger.warning(
-                f"{(~fits).sum()} samples are longer than --max-tokens {max_tokens} and will be skipped, "
+                f"{(~fits).sum()} samples are longer than --max-tokens {limit} and will be skipped, "
                 f"first few sample ids={indices[~fits][:10].tolist()}"
             )
             indices = indices[fits]
-            num_tokens_vec = None if num_tokens_vec is None else np.asarray(num_tokens_vec)[fits]
+            given["num_tokens_vec"] = None if sizes is None else np.asarray(sizes)[fits]
     if len(indices) == 0:
         return []  # fairseq would access a last batch and fail
-    batches = list(batch_by_size(indices, num_tokens_fn, num_tokens_vec, max_tokens, **kwargs))
-    kept = sum(len(b) for b in batches)
-    if kept < len(indices) and kwargs.get("fixed_shapes") is None:
+    batches = list(batch_by_size(**{**given, "indices": indices}))
+    kept = sum(map(len, batches))
+    if kept < len(indices) and variable:
         batches.append(indices[kept:])
     return batches
 
 
-def skip_overlong_sentences(
-    filter_indices_by_size: Callable[..., Any],
-    task: Any,
-    indices: Any,
-    dataset: Any,
-    max_positions: Any = None,
-    ignore_invalid_inputs: bool = False,
-) -> Any:
-    """fairseq's ``filter_indices_by_size``; skips and counts overlong sentences in all commands.
+def as_array(indices: Any) -> Any:
+    """The *indices* of sentences, an array or an iterable, as an array."""
+    return indices if isinstance(indices, np.ndarray) else np.fromiter(indices, dtype=np.int64)
 
-    Raises:
-        SurfaceFusionError: no sentence pair remains.
-    """
-    kept = filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs=True)
-    if len(kept) == 0 and getattr(dataset, "tgt", None) is not None:
+
+@repair(
+    "fairseq.tasks.fairseq_task.FairseqTask.filter_indices_by_size",
+    probe="overlong_sentence_is_fatal",
+    report="fs 1853, 2998, 2650",
+)
+def skip_overlong_sentences(filter_indices: Original, *args: Any, **kwargs: Any) -> Any:
+    """Skip and count sentences longer than the model's positions, unless these are all; fairseq fails."""
+    given = arguments(filter_indices, *args, **kwargs)
+    kept = filter_indices(**{**given, "ignore_invalid_inputs": True})
+    if len(kept) == 0 and getattr(given["dataset"], "tgt", None) is not None:
         raise SurfaceFusionError(
-            f"none of the {len(indices)} sentence pairs fits the model's positions {max_positions}; "
-            "raise --max-source-positions and --max-target-positions or split the text"
+            f"none of the {len(given['indices'])} sentence pairs fits the model's positions "
+            f"{given['max_positions']}; raise --max-source-positions and --max-target-positions or split "
+            "the text"
         )
     return kept
 
 
-def accept_split_training_sets(
-    init: Callable[..., None], dataset: Any, datasets: Any, sample_ratios: Any = 1
-) -> None:
-    """fairseq's ``ConcatDataset.__init__``; reads the default -1 of ``--upsample-primary`` as 1."""
+@repair("fairseq.data.concat_dataset.ConcatDataset.__init__", probe="split_data_needs_flag", report="fs 3644")
+def accept_split_training_sets(init: Original, dataset: Any, datasets: Any, sample_ratios: Any = 1) -> None:
+    """Read the default -1 of ``--upsample-primary`` as 1, so that train, train1, ... can be read."""
     if not isinstance(sample_ratios, int):
         sample_ratios = [1 if ratio < 0 else ratio for ratio in sample_ratios]
     init(dataset, datasets, sample_ratios)

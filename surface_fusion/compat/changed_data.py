@@ -5,27 +5,26 @@ process at once by the signal SIGBUS, if one of the lost pages is read before th
 """
 
 import os
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
 
-Stamp = tuple[int, int, int]
-"""Inode, size and time of the last change."""
-
-_loaded: WeakKeyDictionary[Any, dict[str, Stamp]] = WeakKeyDictionary()
-"""The files of each data set in use, as they were when it was loaded."""
+_loaded: WeakKeyDictionary[Any, dict[str, tuple[int, ...]]] = WeakKeyDictionary()
+"""The files of each data set in use and what :func:`_stamp` returned for them when it was loaded."""
 
 
-def forget_files(setup_task: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``setup_task``; forgets the files of the previous training in this process."""
+@repair("fairseq.tasks.setup_task", probe="removed_data_is_read")
+def forget_files(setup_task: Original, *args: Any, **kwargs: Any) -> Any:
+    """Forget the data files of the previous training in this process."""
     _loaded.clear()
     return setup_task(*args, **kwargs)
 
 
-def record_files(load_dataset: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_indexed_dataset``; records the state of the files that it maps."""
+@repair("fairseq.data.data_utils.load_indexed_dataset", probe="removed_data_is_read")
+def record_files(load_dataset: Original, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Record the state of the data files that are mapped."""
     dataset = load_dataset(path, *args, **kwargs)
     files = (f"{path}.{end}" for end in ("bin", "idx"))
     if dataset is not None:
@@ -33,17 +32,17 @@ def record_files(load_dataset: Callable[..., Any], path: str, *args: Any, **kwar
     return dataset
 
 
-def check_files_before_epoch(
-    next_epoch_itr: Callable[..., Any], iterator: Any, shuffle: bool = True, **kwargs: Any
-) -> Any:
-    """fairseq's ``EpochBatchIterator.next_epoch_itr``; checks the data files before an epoch of training."""
+@repair("fairseq.data.iterators.EpochBatchIterator.next_epoch_itr", probe="removed_data_is_read")
+def check_files_before_epoch(next_epoch: Original, iterator: Any, shuffle: bool = True, **kwargs: Any) -> Any:
+    """End a training whose data files were removed or changed, when an epoch begins."""
     if shuffle:  # validation and generation never shuffle
         check_data_files()
-    return next_epoch_itr(iterator, shuffle, **kwargs)
+    return next_epoch(iterator, shuffle, **kwargs)
 
 
-def check_files_after_save(save_checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``save_checkpoint``, then checks the data files; also at the end of the training."""
+@repair("fairseq.checkpoint_utils.save_checkpoint", probe="removed_data_is_read")
+def check_files_after_save(save_checkpoint: Original, *args: Any, **kwargs: Any) -> Any:
+    """End a training whose data files were removed or changed, after a save; fairseq ends with status 0."""
     saved = save_checkpoint(*args, **kwargs)
     check_data_files()
     return saved
@@ -55,16 +54,15 @@ def check_data_files() -> None:
     Raises:
         SurfaceFusionError: a file is gone or has changed.
     """
-    for stamps in list(_loaded.values()):
-        for file, stamp in stamps.items():
-            what = "removed" if not os.path.exists(file) else "changed" if _stamp(file) != stamp else None
-            if what is not None:
-                raise SurfaceFusionError(
-                    f"data file {file} was {what} while training; all due checkpoints are saved: restore "
-                    "the data and rerun the command to resume"
-                )
+    for file, stamp in [item for stamps in list(_loaded.values()) for item in stamps.items()]:
+        what = "removed" if not os.path.exists(file) else "changed" if _stamp(file) != stamp else None
+        if what is not None:
+            raise SurfaceFusionError(
+                f"data file {file} was {what} while training; all due checkpoints are saved: restore "
+                "the data and rerun the command to resume"
+            )
 
 
-def _stamp(file: str) -> Stamp:
+def _stamp(file: str) -> tuple[int, ...]:
     status = os.stat(file)
     return status.st_ino, status.st_size, status.st_mtime_ns

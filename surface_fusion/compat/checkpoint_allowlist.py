@@ -13,7 +13,7 @@ allowed. So are the values that the user gives for a field on the command line, 
 import os
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from typing import Any
@@ -25,24 +25,30 @@ from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE, TRUST_VARIABLE
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, arguments, repair, replaced
 from surface_fusion.compat.safe_eval import NotLiteralError, literal
 from surface_fusion.errors import SurfaceFusionError, shorten
 
 MODELS = ("transformer", "transformer_align", "transformer_lm")
-"""fairseq's models that a file may select, with all their architectures."""
-
 TASKS = ("translation", "language_modeling")
-CRITERIA = (
-    "adaptive_loss",
-    "cross_entropy",
-    "label_smoothed_cross_entropy",
-    "label_smoothed_cross_entropy_with_alignment",
-    "label_smoothed_cross_entropy_with_rdrop",
-)
-SUBWORDS = ("byte_bpe", "bytes", "characters", "fastbpe", "sentencepiece", "subword_nmt")
-"""Subword models that download nothing; gpt2, bert and hf_byte_bpe do."""
 TOKENIZERS = ("moses", "space")
+
+ALLOWED = {
+    "model": MODELS,  # with all their architectures
+    "task": TASKS,
+    "criterion": (
+        "adaptive_loss",
+        "cross_entropy",
+        "label_smoothed_cross_entropy",
+        "label_smoothed_cross_entropy_with_alignment",
+        "label_smoothed_cross_entropy_with_rdrop",
+    ),
+    # gpt2, bert and hf_byte_bpe download files.
+    "bpe": ("byte_bpe", "bytes", "characters", "fastbpe", "sentencepiece", "subword_nmt"),
+    "tokenizer": TOKENIZERS,
+}
+"""Names of fairseq that a file may select."""
+
 DATA_FORMATS = ("cached", "huffman", "lazy", "mmap", "raw")
 """All but fasta."""
 
@@ -61,11 +67,8 @@ EVALUATED = (
 )
 """String fields that fairseq evaluates, in the models, criteria and optimizers that a file may select."""
 
-_building: ContextVar[str | None] = ContextVar("_building", default=None)
-"""Set while fairseq loads a model from files.
-
-"task" if the task is built from the checkpoint too, else "model".
-"""
+_with_task: ContextVar[bool | None] = ContextVar("_with_task", default=None)
+"""Whether fairseq builds the task from the checkpoint, too, while it builds a model; None at other times."""
 
 
 def trusted() -> bool:
@@ -106,12 +109,45 @@ def refusals(state: dict[str, Any]) -> list[str]:
 
 
 def _refused_names(cfg: dict[str, Any], given: dict[str, Any], with_task: bool) -> Iterator[str]:
-    yield from _model_refusals(_as_dict(cfg.get("model")), given)
-    if with_task:
-        yield from _task_refusals(_as_dict(cfg.get("task")), given)
-        yield from _registry_refusals("criterion", cfg.get("criterion"), CRITERIA, given)
-        yield from _registry_refusals("bpe", cfg.get("bpe"), SUBWORDS, given)
-        yield from _registry_refusals("tokenizer", cfg.get("tokenizer"), TOKENIZERS, given)
+    for kind, name, registered in _selected(cfg, with_task):
+        of_fairseq = registered is None or registered.__module__.split(".")[0] == "fairseq"
+        keys = (kind, "arch", "_name") if kind == "model" else (kind, "_name")
+        family = ARCH_MODEL_NAME_REGISTRY.get(name, name) if kind == "model" else name
+        if of_fairseq and family not in ALLOWED[kind] and not _gave(given, name, *keys):
+            yield f"names the {kind} {name}"
+    if not with_task:
+        return
+    task = _as_dict(cfg.get("task"))
+    bleu = {"eval_bleu_detok": TOKENIZERS} if task.get("eval_bleu") else {}
+    for key, allowed in {"dataset_impl": DATA_FORMATS, **bleu}.items():
+        value = task.get(key)
+        if value is not None and str(value) not in allowed and not _gave(given, str(value), key):
+            yield f"names the {key} {value}"
+    plasma = task.get("use_plasma_view")
+    if plasma and not _gave(given, plasma, "use_plasma_view"):
+        yield "names the server of use_plasma_view"
+    for kind in ("bpe", "tokenizer"):  # fairseq downloads their files
+        for key, value in _all_items(kind, cfg.get(kind)):
+            if isinstance(value, str) and "://" in value and not _gave(given, value, key):
+                yield f"names a URL for {key}: {value}"
+
+
+def _selected(cfg: dict[str, Any], with_task: bool) -> Iterator[tuple[str, str, Any]]:
+    """Kind, name and registered class of all that *cfg* selects, found as fairseq finds them."""
+    model, task = _as_dict(cfg.get("model")), _as_dict(cfg.get("task"))
+    name = model.get("_name") or model.get("arch")
+    name = str(next(iter(model)) if not name and len(model) == 1 else name)
+    yield "model", name, ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
+    if not with_task:
+        return
+    name = str(task["task"] if isinstance(task.get("task"), str) else task.get("_name"))
+    yield "task", name, TASK_REGISTRY.get(name)
+    for kind in ("criterion", "bpe", "tokenizer"):
+        section = cfg.get(kind)
+        key = kind if isinstance(section, Namespace) else "_name"
+        choice = section if isinstance(section, str) else _as_dict(section).get(key)
+        if choice is not None:
+            yield kind, str(choice), REGISTRIES[kind]["registry"].get(str(choice))
 
 
 def _refused_code(cfg: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
@@ -126,64 +162,6 @@ def _refused_code(cfg: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
 def _gave(given: dict[str, Any], value: Any, *keys: str) -> bool:
     """Whether the user gave *value* for one of *keys*."""
     return any(key in given and given[key] == value for key in keys)
-
-
-def _model_refusals(model: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    # As fairseq.models.build_model finds the name.
-    name = model.get("_name") or model.get("arch")
-    if not name and len(model) == 1:
-        name = next(iter(model))
-    registered = _find(ARCH_MODEL_REGISTRY, name) or _find(MODEL_REGISTRY, name)
-    family = _find(ARCH_MODEL_NAME_REGISTRY, name) or name
-    if family not in MODELS:
-        yield from _name_refusal("model", name, registered, given)
-
-
-def _task_refusals(task: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    # As fairseq.tasks.setup_task finds the name.
-    name = task["task"] if isinstance(task.get("task"), str) else task.get("_name")
-    if name not in TASKS:
-        yield from _name_refusal("task", name, _find(TASK_REGISTRY, name), given)
-    limited: dict[str, tuple[str, ...]] = {"dataset_impl": DATA_FORMATS}
-    if task.get("eval_bleu"):
-        limited["eval_bleu_detok"] = TOKENIZERS
-    for key, allowed in limited.items():
-        value = task.get(key)
-        if value is not None and str(value) not in allowed and not _gave(given, str(value), key):
-            yield f"names the {key} {value}"
-    plasma = task.get("use_plasma_view")
-    if plasma and not _gave(given, plasma, "use_plasma_view"):
-        yield "names the server of use_plasma_view"
-
-
-def _registry_refusals(
-    kind: str, section: Any, allowed: tuple[str, ...], given: dict[str, Any]
-) -> Iterator[str]:
-    # As fairseq.registry.setup_registry finds the name.
-    fields = _as_dict(section)
-    name = (
-        section
-        if isinstance(section, str)
-        else fields.get(kind if isinstance(section, Namespace) else "_name")
-    )
-    if name is not None and name not in allowed:
-        yield from _name_refusal(kind, name, _find(REGISTRIES[kind]["registry"], name), given)
-    if kind in ("bpe", "tokenizer"):  # fairseq downloads their files
-        for key, value in _all_items(kind, section):
-            if isinstance(value, str) and "://" in value and not _gave(given, value, key):
-                yield f"names a URL for {key}: {value}"
-
-
-def _name_refusal(kind: str, name: Any, registered: Any, given: dict[str, Any]) -> Iterator[str]:
-    """Refuse *name* unless it is registered outside of fairseq, or the user gave it."""
-    of_fairseq = registered is None or registered.__module__.split(".")[0] == "fairseq"
-    keys = (kind, "arch", "_name") if kind == "model" else (kind, "_name")
-    if of_fairseq and not (isinstance(name, str) and _gave(given, name, *keys)):
-        yield f"names the {kind} {name}"
-
-
-def _find(registry: dict[str, Any], name: Any) -> Any:
-    return registry.get(name) if isinstance(name, str) else None
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -213,8 +191,9 @@ _loading = threading.RLock()
 """Held while ``torch.load`` is replaced."""
 
 
-def refuse_interpolations(load: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu``; refuses interpolations before anything resolves them.
+@repair("fairseq.checkpoint_utils.load_checkpoint_to_cpu", probe="checkpoint_reads_environment")
+def refuse_interpolations(load: Original, path: str, *args: Any, **kwargs: Any) -> Any:
+    """Refuse interpolations in a checkpoint before anything resolves them.
 
     ``${oc.env:HOME}`` reads the environment, others call the user's resolvers. The configurations that
     fairseq stores are resolved and contain none. Non-string values are checked too: fairseq may convert them
@@ -235,39 +214,33 @@ def refuse_interpolations(load: Callable[..., Any], path: str, *args: Any, **kwa
         return load(path, *args, **kwargs)
 
 
-def load_allowed(
-    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu``; calls :func:`check_configuration` if a model is built from it."""
+@repair("fairseq.checkpoint_utils.load_checkpoint_to_cpu", probe="checkpoint_names_any_model")
+def load_allowed(load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Check what a checkpoint selects before a model is built: some names run commands or fetch URLs."""
     state = load(path, arg_overrides, *args, **kwargs)
-    if (building := _building.get()) is not None:
-        check_configuration(state, path, arg_overrides, building == "task")
+    if (with_task := _with_task.get()) is not None:
+        check_configuration(state, path, arg_overrides, with_task)
     return state
 
 
-def build_allowed(
-    build: Callable[..., Any],
-    filenames: list[str],
-    arg_overrides: Any = None,
-    task: Any = None,
-    strict: bool = True,
-    suffix: str = "",
-    num_shards: int = 1,
-    state: Any = None,
-) -> Any:
-    """fairseq's ``load_model_ensemble_and_task``; calls :func:`check_configuration` for each checkpoint."""
-    if state is not None:
-        check_configuration(state, filenames[0], arg_overrides, task is None)
-    token = _building.set("task" if task is None else "model")
+@repair("fairseq.checkpoint_utils.load_model_ensemble_and_task", probe="checkpoint_names_any_model")
+def build_allowed(build: Original, *args: Any, **kwargs: Any) -> Any:
+    """Check what each checkpoint of an ensemble selects, also of one that the caller has loaded."""
+    given = arguments(build, *args, **kwargs)
+    with_task = given["task"] is None
+    if given["state"] is not None:
+        check_configuration(given["state"], given["filenames"][0], given["arg_overrides"], with_task)
+    token = _with_task.set(with_task)
     try:
-        return build(filenames, arg_overrides, task, strict, suffix, num_shards, state)
+        return build(*args, **kwargs)
     finally:
-        _building.reset(token)
+        _with_task.reset(token)
 
 
-def skip_initial_embeddings(parse_embedding: Callable[[str], dict[str, Any]], embed_path: str) -> Any:
-    """fairseq's ``parse_embedding``; empty while a trained model is loaded, which has its weights."""
-    return {} if _building.get() is not None else parse_embedding(embed_path)
+@repair("fairseq.utils.parse_embedding", probe="trained_model_reads_embeddings")
+def skip_initial_embeddings(parse_embedding: Original, embed_path: str) -> Any:
+    """Skip the file of ``--encoder-embed-path`` when a trained model is loaded: it may be gone or endless."""
+    return {} if _with_task.get() is not None else parse_embedding(embed_path)
 
 
 def _not_trusted(path: str, refusal: str) -> SurfaceFusionError:

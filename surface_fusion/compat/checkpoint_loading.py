@@ -6,7 +6,6 @@ import pickle
 import re
 import sys
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.models.transformer import transformer_config
 
 from surface_fusion.compat.checkpoint_integrity import DamagedCheckpointError
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
 
 TRUST_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -43,26 +43,27 @@ def allow_checkpoint_classes() -> None:
         for name in ("_reconstruct", "scalar")
     ]
     numpy_dtypes = [type(np.dtype(code)) for code in ("f2", "f4", "f8", "i4", "i8", "u4", "u8", "?")]
-    classes: list[Any] = (
-        [argparse.Namespace, collections.defaultdict, typing.Any, dict, list, int]
-        + [np.ndarray, np.dtype, *numpy_functions, *numpy_dtypes]
-        + [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.nodes.AnyNode]
-        + [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
-        + [getattr(transformer_config, name) for name in ("TransformerConfig", "EncDecBaseConfig")]
-        + [getattr(transformer_config, name) for name in ("DecoderConfig", "QuantNoiseConfig")]
-        + [distributed_utils._TensorPlaceholder]
-    )
+    classes: list[Any] = [
+        *(argparse.Namespace, collections.defaultdict, typing.Any, dict, list, int),
+        *(np.ndarray, np.dtype, *numpy_functions, *numpy_dtypes),
+        *(omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.nodes.AnyNode),
+        *(omegaconf.base.ContainerMetadata, omegaconf.base.Metadata),
+        *(transformer_config.TransformerConfig, transformer_config.EncDecBaseConfig),
+        *(transformer_config.DecoderConfig, transformer_config.QuantNoiseConfig),
+        distributed_utils._TensorPlaceholder,
+    ]
     torch.serialization.add_safe_globals(classes)
 
 
+@repair(
+    "fairseq.checkpoint_utils.load_checkpoint_to_cpu",
+    probe="foreign_checkpoint_is_not_named",
+    report="fs 5610, 5603",
+)
 def explain_bad_checkpoint(
-    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+    load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu``; reports an unusable file in one line instead of a traceback.
-
-    Raises:
-        SurfaceFusionError: the file is missing, unreadable, damaged, not a checkpoint, or would run code.
-    """
+    """Name a file that is missing, damaged, no checkpoint or not a safe one, in one line, not a traceback."""
     if arg_overrides is not None and not isinstance(arg_overrides, dict):
         raise SurfaceFusionError(
             f"--model-overrides {arg_overrides} is not a dictionary; give one, such as \"{{'sf_gate': 0.9}}\""
@@ -90,11 +91,11 @@ def explain_bad_checkpoint(
         ) from error
 
 
-def upgrade_published_checkpoint(upgrade: Callable[..., Any], state: Any) -> Any:
-    """fairseq's ``_upgrade_state_dict``; sets the architecture of checkpoints of the published code.
+@repair("fairseq.checkpoint_utils._upgrade_state_dict", probe="published_checkpoint_is_plain")
+def upgrade_published_checkpoint(upgrade: Original, state: Any) -> Any:
+    """Load checkpoints of the published code as this package's model; they name one of fairseq's.
 
-    These name one of fairseq's architectures. A file without a model raises KeyError, which
-    :func:`explain_bad_checkpoint` reports.
+    A file without a model raises KeyError, which :func:`explain_bad_checkpoint` reports.
     """
     if not isinstance(state, dict) or "model" not in state:
         raise KeyError("model")

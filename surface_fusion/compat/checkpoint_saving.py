@@ -6,15 +6,14 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from torch import Tensor
 
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import WriteError, atomic_write, remove_abandoned
 
@@ -29,12 +28,9 @@ MOMENTS = {"adam": 2, "flat_adam": 2, "adamax": 2, "adadelta": 2, "lamb": 2, "cp
 """Number of fp32 state values per trained parameter (lower bound; 0 if not listed)."""
 
 
-def save_atomically(save: Callable[..., None], obj: Any, filename: Any, async_write: bool = False) -> None:
-    """fairseq's ``torch_persistent_save``; writes a temporary file and renames it when it is complete.
-
-    Raises:
-        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
-    """
+@repair("fairseq.checkpoint_utils.torch_persistent_save", probe="failed_save_leaves_file")
+def save_atomically(save: Original, obj: Any, filename: Any, async_write: bool = False) -> None:
+    """Save to a temporary file and rename it when it is complete; a failed attempt changes no file."""
     if async_write or not isinstance(filename, str) or not PathManager.supports_rename(filename):
         save(obj, filename, async_write=async_write)
         return
@@ -50,12 +46,9 @@ def save_atomically(save: Callable[..., None], obj: Any, filename: Any, async_wr
             time.sleep(PAUSE)
 
 
-def copy_atomically(copy: Callable[..., Any], src_path: str, dst_path: str, overwrite: bool = False) -> Any:
-    """fairseq's ``PathManager.copy``; writes a temporary file and renames it when it is complete.
-
-    Raises:
-        SurfaceFusionError: the file cannot be written; an existing one is unchanged.
-    """
+@repair("fairseq.file_io.PathManager.copy", probe="copy_is_in_place")
+def copy_atomically(copy: Original, src_path: str, dst_path: str, overwrite: bool = False) -> Any:
+    """Copy to a temporary file and rename it when it is complete; a failed copy breaks no checkpoint."""
     if not all(map(PathManager.supports_rename, (src_path, dst_path))):
         return copy(src_path, dst_path, overwrite=overwrite)
     try:
@@ -72,11 +65,11 @@ def _stopped(error: WriteError) -> SurfaceFusionError:
     )
 
 
-def check_folder(check: Callable[[str], None], save_dir: str) -> None:
-    """fairseq's ``verify_checkpoint_directory``, with an unnamed probe; removes files of killed saves.
+@repair("fairseq.checkpoint_utils.verify_checkpoint_directory", probe="dummy_file_is_removed")
+def check_folder(check: Original, save_dir: str) -> None:
+    """Test ``--save-dir`` with an unnamed file; fairseq overwrites and removes the user's file "dummy".
 
-    Raises:
-        SurfaceFusionError: the folder cannot be created, or a file in it cannot be written.
+    Also removes the temporary files of killed saves.
     """
     if not PathManager.supports_rename(save_dir):
         check(save_dir)
@@ -91,15 +84,10 @@ def check_folder(check: Callable[[str], None], save_dir: str) -> None:
         raise SurfaceFusionError(f"--save-dir {save_dir}: {WriteError(save_dir, error)}") from error
 
 
-def check_space(
-    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``load_checkpoint``, then a check that the first checkpoints fit on the disk.
-
-    Raises:
-        SurfaceFusionError: they do not fit, or exceed the process's limit on the size of files.
-    """
-    result = load_checkpoint(cfg, trainer, *args, **kwargs)
+@repair("fairseq.checkpoint_utils.load_checkpoint", probe="lack_of_space_is_noticed_late")
+def check_space(load: Original, cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check before a training that its first checkpoints fit on the disk and in the limit on file sizes."""
+    result = load(cfg, trainer, *args, **kwargs)
     if cfg.no_save or not trainer.should_save_checkpoint_on_current_rank or trainer.is_fsdp:
         return result
     weights, state = checkpoint_size(trainer)
@@ -111,11 +99,8 @@ def check_space(
             f"a checkpoint of this training takes about {sizes}, but this process may write files of at "
             f"most {_in_units(limit)}; raise that limit (ulimit -f)"
         )
-    names = _names_of_a_save(cfg, trainer)
-    old = [name for name in names if os.path.exists(os.path.join(cfg.save_dir, name))]
-    files = len(names) - len(old) + bool(old)  # an old file remains until the new one is complete
     if os.path.isdir(cfg.save_dir):
-        disk = shutil.disk_usage(cfg.save_dir)
+        disk, files = shutil.disk_usage(cfg.save_dir), _files_of_a_save(cfg, trainer)
         if disk.total > 0 and disk.free < files * size:  # some file systems report 0
             raise SurfaceFusionError(
                 f"--save-dir {cfg.save_dir} has {_in_units(disk.free)} free, but the first save needs "
@@ -125,15 +110,22 @@ def check_space(
     return result
 
 
-def keep_n_best(
-    save_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Optional[float]
-) -> Any:
-    """fairseq's ``save_checkpoint``; also saves a worse value while there are too few of the best.
+def _files_of_a_save(cfg: Any, trainer: Any) -> int:
+    """Number of files that the first save adds to the folder."""
+    validates = not trainer.cfg.dataset.disable_validation
+    new = [not cfg.no_epoch_checkpoints or cfg.save_interval_updates > 0]
+    new += [validates and cfg.keep_best_checkpoints > 0]
+    fixed = {"best": validates, "last": not cfg.no_last_checkpoints}
+    names = [f"checkpoint_{name}{trainer.checkpoint_suffix}.pt" for name in fixed if fixed[name]]
+    old = sum(os.path.exists(os.path.join(cfg.save_dir, name)) for name in names)
+    return sum(new) + len(names) - old + bool(old)  # an old file remains until the new one is complete
 
-    fairseq saves only what is better than the worst that is kept, however few those are.
-    """
+
+@repair("fairseq.checkpoint_utils.save_checkpoint", probe="second_best_is_not_kept")
+def keep_n_best(save: Original, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None) -> Any:
+    """Save a worse value, too, while there are fewer than ``--keep-best-checkpoints``; fairseq does not."""
     if val_loss is None or cfg.keep_best_checkpoints <= 0:
-        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+        return save(cfg, trainer, epoch_itr, val_loss)
     find = checkpoint_utils.checkpoint_paths
     worst = f"_{'-' if cfg.maximize_best_checkpoint_metric else ''}inf{trainer.checkpoint_suffix}.pt"
 
@@ -143,17 +135,18 @@ def keep_n_best(
         return found if len(found) >= cfg.keep_best_checkpoints else [worst]
 
     with replaced(checkpoint_utils, "checkpoint_paths", find_worst):
-        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+        return save(cfg, trainer, epoch_itr, val_loss)
 
 
+@repair("fairseq.checkpoint_utils.save_checkpoint", probe="update_that_ends_epoch_is_not_saved")
 def save_interval_at_end_of_epoch(
-    save_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Optional[float]
+    save: Original, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: float | None
 ) -> Any:
-    """fairseq's ``save_checkpoint``; an update of ``--save-interval-updates`` may also end an epoch."""
+    """Save an update of ``--save-interval-updates`` that ends an epoch, too; fairseq writes no file."""
     epoch, interval = epoch_itr.epoch, cfg.save_interval_updates
     due = interval > 0 and trainer.get_num_updates() % interval == 0 and epoch_itr.end_of_epoch()
     if not due or cfg.write_checkpoints_asynchronously:
-        return save_checkpoint(cfg, trainer, epoch_itr, val_loss)
+        return save(cfg, trainer, epoch_itr, val_loss)
 
     def save_both(filename: str, extra_state: Any) -> Any:
         saved = trainer.save_checkpoint(filename, extra_state)
@@ -164,7 +157,7 @@ def save_interval_at_end_of_epoch(
 
     # As within an epoch, whose file is copied from that of the update.
     within = _Overridden(epoch_itr, end_of_epoch=lambda: False)
-    return save_checkpoint(cfg, _Overridden(trainer, save_checkpoint=save_both), within, val_loss)
+    return save(cfg, _Overridden(trainer, save_checkpoint=save_both), within, val_loss)
 
 
 class _Overridden:
@@ -181,35 +174,19 @@ def checkpoint_size(trainer: Any) -> tuple[int, int]:
     """Approximate sizes of the weights and of the optimizer state in a checkpoint of *trainer*, in bytes."""
     model = trainer.get_model()  # trainer.model would build the distributed wrapper, in this process alone
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
-    # Copying from a GPU gives each tensor its own memory and converts half precision to fp32.
-    weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)
-    if not trainer.cuda:
-        memory = {value.data_ptr(): value.numel() * value.element_size() for value in tensors}
-        weights = sum(memory.values())
+    if trainer.cuda:  # copying gives each tensor its own memory and converts half precision to fp32
+        weights = sum(value.numel() * max(value.element_size(), 4) for value in tensors)
+    else:
+        weights = sum({value.data_ptr(): value.nbytes for value in tensors}.values())
     if trainer.cfg.ema.store_ema:
         weights *= 2
     if trainer.cfg.checkpoint.no_save_optimizer_state:
         return weights, 0
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     name = getattr(trainer.cfg.optimizer, "_name", None) or ""
-    numbers = MOMENTS.get(name, 0)
-    if name == "flat_adam" and (trainer.cfg.common.fp16 or trainer.cfg.common.bf16):
-        numbers += 1  # the fp32 copy of the weights
-    return weights, 4 * numbers * trained
-
-
-def _names_of_a_save(cfg: Any, trainer: Any) -> list[str]:
-    """Names of the files that one save writes; those that depend on the epoch or value are described."""
-    names = []
-    if not cfg.no_epoch_checkpoints or cfg.save_interval_updates > 0:
-        names.append("checkpoint of the next epoch or update")
-    if not trainer.cfg.dataset.disable_validation:
-        names.append(f"checkpoint_best{trainer.checkpoint_suffix}.pt")
-        if cfg.keep_best_checkpoints > 0:
-            names.append("checkpoint of the next best value")
-    if not cfg.no_last_checkpoints:
-        names.append(f"checkpoint_last{trainer.checkpoint_suffix}.pt")
-    return names
+    half = trainer.cfg.common.fp16 or trainer.cfg.common.bf16
+    copies = int(name == "flat_adam" and half)  # of the weights in fp32
+    return weights, 4 * (MOMENTS.get(name, 0) + copies) * trained
 
 
 def _in_units(count: float) -> str:

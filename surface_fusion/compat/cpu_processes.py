@@ -3,17 +3,19 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from fairseq.distributed import utils as distributed_utils
 from fairseq.modules import LayerDropModuleList
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.compat.rank_watch import WatchedMain
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
+
+DDP = "fairseq.models.distributed_fairseq_model.DistributedDataParallel"
 
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 """Environment variables that torchrun sets for each process."""
@@ -22,30 +24,25 @@ SLURM = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 """Environment variables by which fairseq finds the other machines if ``--distributed-port`` is given."""
 
 
-def start_processes_on_cpus(
-    call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any
-) -> None:
-    """fairseq's ``call_main``; without GPUs, starts ``--distributed-world-size`` processes on the CPU.
+@repair("fairseq.distributed.utils.call_main", probe="cpu_processes_are_not_started")
+def start_processes_on_cpus(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
+    """Start ``--distributed-world-size`` processes on the CPU without GPUs, where fairseq starts none.
 
-    fairseq starts one process per GPU, which is none. Neither ``--distributed-no-spawn`` nor
-    ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is needed. Processes that torchrun has
-    started are used as they are; fairseq divides by the number of GPUs.
+    Neither ``--distributed-no-spawn`` nor ``--distributed-backend gloo`` nor ``--ddp-backend legacy_ddp`` is
+    needed. Processes that torchrun has started are used as they are; fairseq divides by the number of GPUs.
     """
     given, devices = cfg.distributed_training, torch.cuda.device_count()
-    world = given.distributed_world_size
+    world, no_address = given.distributed_world_size, given.distributed_init_method is None
     if world <= max(devices, 1) or cfg.common.tpu:
         return call_main(cfg, main, **kwargs)
-    if given.distributed_init_method is None:
-        by_torchrun = all(name in os.environ for name in TORCHRUN)
-        by_slurm = given.distributed_port > 0 and any(name in os.environ for name in SLURM)
-        if by_torchrun and devices == 0:
-            given.distributed_init_method, given.distributed_no_spawn = "env://", True
-            given.distributed_world_size = int(os.environ["WORLD_SIZE"])
-            given.distributed_rank = int(os.environ["RANK"])
-        elif by_torchrun or by_slurm:
-            return call_main(cfg, main, **kwargs)
-    if devices > 0 and not cfg.common.cpu:
-        return call_main(cfg, main, **kwargs)  # more processes than GPUs: other machines have the rest
+    by_torchrun = no_address and all(name in os.environ for name in TORCHRUN)
+    by_slurm = no_address and given.distributed_port > 0 and any(name in os.environ for name in SLURM)
+    if by_torchrun and devices == 0:
+        given.distributed_init_method, given.distributed_no_spawn = "env://", True
+        given.distributed_world_size = int(os.environ["WORLD_SIZE"])
+        given.distributed_rank = int(os.environ["RANK"])
+    elif by_torchrun or by_slurm or (devices > 0 and not cfg.common.cpu):
+        return call_main(cfg, main, **kwargs)  # fairseq starts one for each GPU, other machines the rest
     if given.distributed_backend == "nccl":
         logger.info("--distributed-backend nccl needs GPUs; taking gloo")
         given.distributed_backend = "gloo"
@@ -63,7 +60,8 @@ def start_processes_on_cpus(
             "leave the flag out, or start each rank by itself with --distributed-no-spawn"
         )
     if given.distributed_init_method is None:
-        given.distributed_init_method = f"tcp://localhost:{_free_port()}"
+        with socket.create_server(("localhost", 0)) as free:
+            given.distributed_init_method = f"tcp://localhost:{free.getsockname()[1]}"
     logger.info(f"starting {world} processes on this machine's CPU")
     given.distributed_rank = None  # each gets its own
     started = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
@@ -82,15 +80,17 @@ def start_processes_on_cpus(
     return None
 
 
-def without_device_ids(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
-    """torch's ``DistributedDataParallel``, which refuses device ids of a model on the CPU."""
+@repair(DDP, probe="ddp_gets_device_on_cpu")
+def without_device_ids(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
+    """Give torch's ``DistributedDataParallel`` no device id for a model on the CPU, which it refuses."""
     if not any(parameter.is_cuda for parameter in module.parameters()):
         kwargs.update(device_ids=None, output_device=None)
     return ddp(*args, module=module, **kwargs)
 
 
-def find_unused_parameters(ddp: Callable[..., Any], *args: Any, module: Any, **kwargs: Any) -> Any:
-    """torch's ``DistributedDataParallel``; finds unused parameters, where there are any.
+@repair(DDP, probe="ddp_finds_no_unused_parameters")
+def find_unused_parameters(ddp: Original, *args: Any, module: Any, **kwargs: Any) -> Any:
+    """Find parameters without a gradient with ``--ddp-backend pytorch_ddp``, which fails on a dropped layer.
 
     An update leaves some out with LayerDrop and ``--no-cross-attention``; the search costs time.
     """
@@ -98,9 +98,3 @@ def find_unused_parameters(ddp: Callable[..., Any], *args: Any, module: Any, **k
     if any(drops) or getattr(getattr(module, "cfg", None), "no_cross_attention", False):
         kwargs["find_unused_parameters"] = True
     return ddp(*args, module=module, **kwargs)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])

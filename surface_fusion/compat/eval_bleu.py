@@ -1,6 +1,5 @@
 """Log BLEU in each validation with ``--eval-bleu``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,11 +7,14 @@ from fairseq import metrics
 from fairseq.tasks.translation import EVAL_BLEU_ORDER
 from sacrebleu.metrics import BLEU
 
+from surface_fusion.compat.patching import Original, repair
 
+
+@repair("fairseq.tasks.translation.TranslationTask.reduce_metrics", probe="empty_hypotheses_have_no_bleu")
 def count_empty_hypotheses(
-    reduce_metrics: Callable[..., None], task: Any, logging_outputs: list[dict[str, Any]], criterion: Any
+    reduce_metrics: Original, task: Any, logging_outputs: list[dict[str, Any]], criterion: Any
 ) -> None:
-    """fairseq's ``TranslationTask.reduce_metrics``; also logs BLEU if all hypotheses are empty."""
+    """Log BLEU with ``--eval-bleu`` if all hypotheses are empty, too."""
     reduce_metrics(task, logging_outputs, criterion)
     validated = [log for log in logging_outputs if "_bleu_ref_len" in log]  # none in training
     if not validated or any(log[f"_bleu_totals_{i}"] for log in validated for i in range(EVAL_BLEU_ORDER)):

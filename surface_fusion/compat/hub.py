@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -16,14 +16,16 @@ logger = logging.getLogger(__name__)
 
 def position_limit(max_positions: Any, side: Literal["source", "target"]) -> float:
     """Maximum tokens of a line by fairseq's *max_positions*: a number, a (source, target) pair, or None."""
-    index = ("source", "target").index(side)
-    limit = max_positions[index] if isinstance(max_positions, (tuple, list)) else max_positions
-    return limit if isinstance(limit, (int, float)) else math.inf
+    if isinstance(max_positions, (tuple, list)):
+        max_positions = max_positions[side == "target"]
+    return max_positions if isinstance(max_positions, (int, float)) else math.inf
 
 
-def overlong_line_warning(line: int, length: int, limit: float, limited_by: str = "the model takes") -> str:
-    """The warning for line number *line*, whose *length* in tokens exceeds *limit*."""
-    return f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
+def warn_of_overlong_line(line: int, length: int, limit: float, limited_by: str = "the model takes") -> None:
+    """Log that line number *line*, whose *length* in tokens exceeds *limit*, is not translated."""
+    logger.warning(
+        f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
+    )
 
 
 def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1) -> list[int]:
@@ -33,7 +35,7 @@ def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1) -> list[i
     """
     for i, row in enumerate(rows):
         if row.numel() > limit:
-            logger.warning(overlong_line_warning(first_line + i, row.numel(), limit))
+            warn_of_overlong_line(first_line + i, row.numel(), limit)
     return [i for i, row in enumerate(rows) if row.numel() <= limit]
 
 
@@ -59,14 +61,13 @@ def in_order(translated: Sequence[Any], indices: Sequence[int], count: int, eos:
             f"the model returned {len(translated)} translations for {len(indices)} lines; translate fewer "
             "lines at once, or one by one"
         )
-    results: list[Any] = [[empty_hypothesis(eos)] for _ in range(count)]
-    for index, hypotheses in zip(indices, translated, strict=True):
-        results[index] = hypotheses
-    return results
+    results = dict(zip(indices, translated, strict=True))
+    return [results[i] if i in results else [empty_hypothesis(eos)] for i in range(count)]
 
 
+@repair("fairseq.hub_utils.GeneratorHubInterface.generate", probe="hub_drops_long_line")
 def keep_order_of_lines(
-    generate: Callable[..., Any],
+    generate: Original,
     hub: Any,
     tokenized_sentences: Any,
     *args: Any,
@@ -74,10 +75,10 @@ def keep_order_of_lines(
     first_line: int = 1,
     **kwargs: Any,
 ) -> Any:
-    """fairseq's ``GeneratorHubInterface.generate``, which ``translate`` and ``sample`` call.
+    """Return an empty result for a line that is too long; the hub drops it, which shifts all later results.
 
-    A line that is too long for the model gets an empty hypothesis, and a warning with its number is logged.
-    So does, without a warning, a row for which the additional keyword *skip* returns True.
+    A warning with the number of the line is logged. A row for which the additional keyword *skip* returns
+    True gets an empty result without a warning.
     """
     if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
         return generate(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
@@ -88,13 +89,10 @@ def keep_order_of_lines(
     return in_order(results, indices, len(tokenized_sentences), hub.tgt_dict.eos())
 
 
-def raise_max_tokens(
-    build_batches: Callable[..., Any], hub: Any, tokens: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``GeneratorHubInterface._build_batches``; raises ``max_tokens`` to the longest line."""
+@repair("fairseq.hub_utils.GeneratorHubInterface._build_batches", probe="hub_is_limited_by_training")
+def raise_max_tokens(build_batches: Original, hub: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise the ``--max-tokens`` of the training to the longest line, on which the hub would fail."""
     settings = hub.cfg.dataset
     limit, longest = settings.max_tokens, max(row.numel() for row in tokens)
-    if limit is None or longest <= limit:
-        return build_batches(hub, tokens, *args, **kwargs)
-    with replaced(settings, "max_tokens", longest):
+    with replaced(settings, "max_tokens", None if limit is None else max(limit, longest)):
         return build_batches(hub, tokens, *args, **kwargs)

@@ -4,7 +4,7 @@ fairseq silently ignores them.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,20 +14,18 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import unknown_setting
 
 MODEL_NAME = "transformer_surface_fusion"
 """The registered name of this package's model, with which those of its architectures begin."""
 
 
+@repair("fairseq.checkpoint_utils.load_checkpoint_to_cpu", probe="misspelt_override_is_ignored")
 def refuse_unknown_names(
-    load: Callable[..., Any], path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
+    load: Original, path: str, arg_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu``; also checks the names in *arg_overrides*.
-
-    Raises:
-        SurfaceFusionError: a name is not a setting of the checkpoint's SurfaceFusion model.
-    """
+    """Refuse unknown names in ``--model-overrides`` for models of this package."""
     state = load(path, arg_overrides, *args, **kwargs)
     model = getattr(state.get("cfg"), "model", None)
     name = str(getattr(model, "arch", None) or getattr(model, "_name", None))
@@ -49,14 +47,8 @@ def _names(cfg: DictConfig) -> Iterator[str]:
     parser = ArgumentParser(add_help=False)
     MODEL_REGISTRY[MODEL_NAME].add_args(parser)
     yield from (action.dest for action in parser._actions)
-    for field in fields(FairseqConfig):
-        yield field.name
-        yield from _fields(field.type)
-        yield from _fields(field.default)
+    configs = [config for field in fields(FairseqConfig) for config in (field.type, field.default)]
     for registry in [*(r["dataclass_registry"] for r in REGISTRIES.values()), TASK_DATACLASS_REGISTRY]:
-        for config in registry.values():
-            yield from _fields(config)
-
-
-def _fields(config: Any) -> Iterable[str]:
-    return [f.name for f in fields(config)] if is_dataclass(config) else []
+        configs += registry.values()
+    for config in (FairseqConfig, *filter(is_dataclass, configs)):
+        yield from (field.name for field in fields(config))

@@ -1,18 +1,21 @@
 """Let fairseq's ``NanDetector`` name the module whose output or gradient is not finite."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from surface_fusion.compat.patching import Original, repair
 
-def hook_tensors(add_hooks: Callable[..., None], detector: Any, module: nn.Module) -> None:
-    """fairseq's ``NanDetector.add_hooks``; hooks of output tensors replace torch 1's backward hooks.
 
-    Those fail for a module that returns a dictionary, as fairseq's encoders do; torch 2's fail for the
-    output of a linear map that is changed in place, as in fairseq's attention.
+@repair("fairseq.nan_detector.NanDetector.add_hooks", probe="nan_detector_fails")
+def hook_tensors(add_hooks: Original, detector: Any, module: nn.Module) -> None:
+    """Name the module whose output or gradient is not finite after a training has diverged.
+
+    Hooks of output tensors replace torch 1's backward hooks. Those fail for a module that returns a
+    dictionary, as fairseq's encoders do; torch 2's fail for the output of a linear map that is changed in
+    place, as in fairseq's attention.
     """
     backward, detector.backward = detector.backward, False
     add_hooks(detector, module)

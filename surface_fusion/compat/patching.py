@@ -3,51 +3,62 @@
 import builtins
 import contextlib
 import functools
+import inspect
 import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-FAIRSEQ_VERSIONS = "ve-fairseq 0.12.3, fairseq-fixed 0.12.3.1"
-"""The uploads of fairseq's main branch, which facebookresearch no longer releases."""
+Original = Callable[..., Any]
+"""A function of fairseq, the first argument of its wrapper."""
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Repair:
-    """One wrapper of one attribute of fairseq.
+    """One wrapper of one attribute of fairseq; see :func:`repair`."""
 
-    Attributes:
-        owner: dotted name of the module or class.
-        attribute: name of its function or method; ``eval`` or ``open`` for the builtin as a module uses it.
-        wrapper: is called as ``wrapper(original, *args, **kwargs)``.
-        fault: what fairseq does, in one sentence.
-        probe: function in ``tests/compat/probes`` that returns True if plain fairseq has the fault. Its
-            parameter, if it has one, is *owner*.
-        report: issues of facebookresearch/fairseq, such as "fs 5036", or "none".
-        fairseq_version: releases in which the fault was seen.
-    """
-
-    owner: str
-    attribute: str
+    name: str
     wrapper: Callable[..., Any]
-    fault: str
     probe: str
-    report: str = "none"
-    fairseq_version: str = FAIRSEQ_VERSIONS
+    report: str
 
     @property
-    def name(self) -> str:
-        """Dotted name of the attribute."""
-        return f"{self.owner}.{self.attribute}"
+    def owner(self) -> str:
+        """Dotted name of the module or class with the attribute."""
+        return self.name.rpartition(".")[0]
 
     def apply(self) -> None:
-        """Wrap the attribute; also in ``__main__`` if that is the owner, run by ``python -m``."""
-        owner = pkgutil.resolve_name(self.owner)
-        for place in command_modules(owner) if isinstance(owner, ModuleType) else [owner]:
-            wrap(place, self.attribute, self.wrapper)
+        """Wrap the attribute; also in ``__main__`` if that is its module, run by ``python -m``."""
+        attribute, main = self.name.rpartition(".")[2], sys.modules.get("__main__")
+        wrap(pkgutil.resolve_name(self.owner), attribute, self.wrapper)
+        if getattr(getattr(main, "__spec__", None), "name", None) == self.owner:
+            wrap(main, attribute, self.wrapper)
+
+
+def repair(*names: str, probe: str, report: str = "none") -> Callable[[Wrapper], Wrapper]:
+    """Mark a function as a repair, which ``repairs.py`` applies.
+
+    It is called as ``wrapper(original, *args, **kwargs)``. The first paragraph of its docstring says what it
+    does; ``docs/repairs.md`` shows that.
+
+    Args:
+        names: dotted names of the attributes to wrap: a function, class or method, or ``eval`` or ``open``
+            for the builtin as a module uses it.
+        probe: function in ``tests/compat/probes`` that returns True if plain fairseq has the fault. Its
+            parameter, if it has one, is the owner of the attribute.
+        report: issues of facebookresearch/fairseq, such as "fs 5036".
+    """
+
+    def mark(wrapper: Wrapper) -> Wrapper:
+        entries = [Repair(name, wrapper, probe, report) for name in names]
+        vars(wrapper).setdefault("repairs", []).extend(entries)
+        return wrapper
+
+    return mark
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -66,6 +77,13 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, functools.update_wrapper(wrapped, original))
 
 
+def arguments(original: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of *original* by name, with its defaults."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set ``owner.name`` to *value* for the duration of the block."""
@@ -76,11 +94,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def command_modules(command: ModuleType) -> list[ModuleType]:
-    """The module *command*, and ``__main__`` if that is *command* run by ``python -m``."""
-    running = sys.modules.get("__main__")
-    spec = getattr(running, "__spec__", None)
-    same = running is not None and spec is not None and spec.name == command.__name__
-    return [command, running] if same and running is not None else [command]

@@ -1,11 +1,12 @@
 """Name the rank that has stopped when a collective operation of several processes fails."""
 
+import contextlib
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,7 +46,7 @@ class Watch:
 
     def _run(self) -> None:
         reported = False
-        try:
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
             while not self._stopped.wait(self.every):
                 self._store.add(str(self._rank), 1)
                 for other, (before, _) in self._seen.items():
@@ -53,11 +54,9 @@ class Watch:
                     if count != before:
                         self._seen[other] = count, time.monotonic()
                 self._answered = time.monotonic()
-                if self.silent_ranks(8) and not reported:
+                if (silent := self.silent_ranks(8)) and not reported:
                     reported = True
-                    logger.error(self.error_line(self.silent_ranks(8)))
-        except RuntimeError:  # rank 0 has ended, and the store with it
-            pass
+                    logger.error(self.error_line(silent))
 
     def silent_ranks(self, intervals: float = 3) -> list[int]:
         """Ranks that have not counted for *intervals* intervals."""
@@ -94,7 +93,7 @@ class Watch:
         self._thread.join(timeout=2 * self.every)
 
 
-_watch: Optional[Watch] = None
+_watch: Watch | None = None
 """The watch of this process's process group."""
 
 
@@ -105,7 +104,7 @@ def start(store: Any, wait: float) -> Watch:
     return _watch
 
 
-def running() -> Optional[Watch]:
+def running() -> Watch | None:
     """The watch of this process's process group, or None."""
     return _watch
 
@@ -120,22 +119,15 @@ class WatchedMain:
         self.main = main
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Call *main* and stop the watch.
-
-        Raises:
-            SurfaceFusionError: a collective operation failed because of another rank.
-        """
+        """Call *main*, name the rank because of which a collective operation failed, and stop the watch."""
         global _watch
         try:
             self.main(*args, **kwargs)
         except (RuntimeError, KeyboardInterrupt) as error:
-            if _watch is None:
-                raise
             interrupted = isinstance(error, KeyboardInterrupt)  # also by fairseq's heartbeat
-            if not interrupted and not COMMUNICATION.search(str(error)):
+            if _watch is None or not (interrupted or COMMUNICATION.search(str(error))):
                 raise
-            silent = _watch.silent_ranks() if interrupted else _watch.wait_for_silent()
-            if silent:
+            if silent := _watch.silent_ranks() if interrupted else _watch.wait_for_silent():
                 raise SurfaceFusionError(_watch.error_line(silent)) from error
             if not interrupted and TIMEOUT.search(str(error)):
                 raise SurfaceFusionError(_watch.timeout_line()) from error

@@ -4,22 +4,29 @@ If the state of the checkpoint does not fit the training, the error names fairse
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
 
+EPOCHS = "fairseq.data.iterators.EpochBatchIterator"
+PLATEAU = "fairseq.optim.lr_scheduler.reduce_lr_on_plateau.ReduceLROnPlateauLRSchedule"
 
+
+@repair(
+    "fairseq.tasks.fairseq_task.FairseqTask.get_batch_iterator",
+    probe="resume_makes_other_batches",
+    report="fs 781",
+)
 def reuse_first_epochs_batches(
-    get_batch_iterator: Callable[..., Any], task: Any, dataset: Any, *args: Any, **kwargs: Any
+    get_batch_iterator: Original, task: Any, dataset: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``FairseqTask.get_batch_iterator``, but with the same batches after a resume.
+    """Make the same batches after a resume; fairseq makes others, and repeats and skips sentences.
 
     fairseq groups sentences into batches once, seeded by the epoch that the process starts in, and only
-    shuffles these batches in later epochs. A training resumed in epoch 2 or later would make different
-    batches: mid-epoch it would repeat some sentences and skip others.
+    shuffles these batches in later epochs.
     """
     epoch = kwargs.get("epoch", 1)
     made_once = (
@@ -36,18 +43,17 @@ def reuse_first_epochs_batches(
     return iterator
 
 
-def save_process_count(state_dict: Callable[[Any], dict[str, Any]], iterator: Any) -> dict[str, Any]:
-    """fairseq's ``EpochBatchIterator.state_dict`` with the number of processes that share the batches."""
+@repair(f"{EPOCHS}.state_dict", probe="number_of_processes_is_not_saved", report="fs 3638")
+def save_process_count(state_dict: Original, iterator: Any) -> dict[str, Any]:
+    """Save the number of processes that share the batches."""
     return {**state_dict(iterator), "num_shards": iterator.num_shards}
 
 
-def rescale_position(
-    load_state_dict: Callable[[Any, dict[str, Any]], None], iterator: Any, state: dict[str, Any]
-) -> None:
-    """Rescale the offset when the number of processes changed (fs 3638).
+@repair(f"{EPOCHS}.load_state_dict", probe="fewer_processes_repeat_sentences", report="fs 3638")
+def rescale_position(load_state_dict: Original, iterator: Any, state: dict[str, Any]) -> None:
+    """Rescale the offset after a resume with another number of processes; fairseq repeats or skips sentences.
 
-    fairseq saves the number of batches per process and skips that many per process after a resume. With
-    another number of processes, sentences are repeated or skipped, or a "dataloader mismatch" is raised.
+    fairseq saves the number of batches per process, and skips that many per process.
     """
     then, now = state.get("num_shards", iterator.num_shards), iterator.num_shards
     if then != now and state.get("iterations_in_epoch", 0) > 0:
@@ -63,36 +69,27 @@ def rescale_position(
     load_state_dict(iterator, state)
 
 
-def with_last_validation(
-    load_checkpoint: Callable[..., Any],
-    trainer: Any,
-    filename: str,
-    reset_optimizer: bool = False,
-    reset_lr_scheduler: bool = False,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """fairseq's ``Trainer.load_checkpoint``, then reports the epoch's validation loss to the scheduler.
+@repair("fairseq.trainer.Trainer.load_checkpoint", probe="resume_drops_validation_loss")
+def with_last_validation(load: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Report the validation loss of the last epoch to the schedule, before which fairseq has saved.
 
-    At the end of an epoch fairseq saves before it reports the loss. ``reduce_lr_on_plateau`` would resume
-    with a learning rate that the uninterrupted training has reduced.
+    ``reduce_lr_on_plateau`` would resume with a learning rate that the uninterrupted training has reduced.
     """
-    extra = load_checkpoint(trainer, filename, reset_optimizer, reset_lr_scheduler, *args, **kwargs)
-    if extra is not None and not reset_optimizer and not reset_lr_scheduler:
+    extra, given = load(trainer, *args, **kwargs), arguments(load, trainer, *args, **kwargs)
+    if extra is not None and not given["reset_optimizer"] and not given["reset_lr_scheduler"]:
         position = extra["train_iterator"]
         if position.get("iterations_in_epoch") == 0 and extra.get("val_loss") is not None:
             trainer.lr_step(position["epoch"] - 1, extra["val_loss"])
     return extra
 
 
-def end_finished_training(
-    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``load_checkpoint``; a training that has reached its limit does no further update.
+@repair("fairseq.checkpoint_utils.load_checkpoint", probe="finished_training_goes_on")
+def end_finished_training(load: Original, cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do no further update if a training that has reached its limit is started again; fairseq does one.
 
     fairseq compares ``--max-update`` and ``--stop-time-hours`` after an update only.
     """
-    extra_state, epoch_itr = load_checkpoint(cfg, trainer, *args, **kwargs)
+    extra_state, epoch_itr = load(cfg, trainer, *args, **kwargs)
     limits = trainer.cfg.optimization
     hours = (extra_state or {}).get("previous_training_time", 0) / 3600
     for flag, limit, reached in (
@@ -110,29 +107,24 @@ def end_finished_training(
     return extra_state, epoch_itr
 
 
-def with_bad_epochs(state_dict: Callable[[Any], dict[str, Any]], schedule: Any) -> dict[str, Any]:
-    """fairseq's ``reduce_lr_on_plateau.state_dict`` with the number of epochs without a better loss."""
+@repair(f"{PLATEAU}.state_dict", probe="plateau_saves_no_bad_epochs")
+def with_bad_epochs(state_dict: Original, schedule: Any) -> dict[str, Any]:
+    """Save the number of epochs without a better loss in ``reduce_lr_on_plateau``."""
     return {**state_dict(schedule), "num_bad_epochs": schedule.lr_scheduler.num_bad_epochs}
 
 
-def load_bad_epochs(
-    load_state_dict: Callable[[Any, dict[str, Any]], None], schedule: Any, state: dict[str, Any]
-) -> None:
-    """fairseq's ``load_state_dict`` of ``reduce_lr_on_plateau``, and restores num_bad_epochs."""
+@repair(f"{PLATEAU}.load_state_dict", probe="plateau_loads_no_bad_epochs")
+def load_bad_epochs(load_state_dict: Original, schedule: Any, state: dict[str, Any]) -> None:
+    """Load the number of epochs without a better loss in ``reduce_lr_on_plateau``."""
     load_state_dict(schedule, state)
     schedule.lr_scheduler.num_bad_epochs = state.get("num_bad_epochs", 0)
 
 
-def with_advice_on_resets(
-    load_checkpoint: Callable[..., Any], trainer: Any, filename: str, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``Trainer.load_checkpoint`` with errors that name the state that does not fit.
-
-    Raises:
-        SurfaceFusionError: the state of the optimizer or learning-rate schedule is from another training.
-    """
+@repair("fairseq.trainer.Trainer.load_checkpoint", probe="reset_is_not_advised")
+def with_advice_on_resets(load: Original, trainer: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+    """Name ``--reset-optimizer`` in the error for the optimizer or schedule state of another training."""
     try:
-        return load_checkpoint(trainer, filename, *args, **kwargs)
+        return load(trainer, filename, *args, **kwargs)
     except ValueError as error:
         if "parameter group" not in str(error):
             raise

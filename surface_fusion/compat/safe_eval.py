@@ -5,8 +5,10 @@ A checkpoint, a YAML configuration or a line of a data file that contains
 """
 
 import ast
+import operator
 from typing import Any
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError, shorten
 
 MODULES = (
@@ -44,9 +46,18 @@ MOST_OPERATIONS = 100
 LARGEST = 2**63
 """Results of ``+``, ``-``, ``*`` and ``/`` of numbers must have a smaller absolute value."""
 
+ARITHMETIC: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+"""What is computed of numbers."""
 
-def parse_literal(evaluate: Any, text: str) -> Any:
-    """The builtin ``eval`` as fairseq's modules call it, replaced by :func:`literal`."""
+
+@repair(*(f"{module}.eval" for module in MODULES), probe="text_is_evaluated")
+def parse_literal(evaluate: Original, text: str) -> Any:
+    """Parse text of checkpoints, configurations and data files as a literal; fairseq evaluates it as code."""
     return literal(text)
 
 
@@ -95,58 +106,50 @@ class NotLiteralError(SurfaceFusionError):
         )
 
 
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_value(item) for item in node.elts]
-    if isinstance(node, ast.Tuple):
-        return tuple(_value(item) for item in node.elts)
-    if isinstance(node, ast.Set):
-        return {_value(item) for item in node.elts}
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
+def _value(node: ast.AST | None) -> Any:
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.List(items):
+            return [_value(item) for item in items]
+        case ast.Tuple(items):
+            return tuple(_value(item) for item in items)
+        case ast.Set(items):
+            return {_value(item) for item in items}
+        case ast.Dict(keys, values):
+            return dict(zip([*map(_value, keys)], map(_value, values), strict=True))
+        case ast.UnaryOp(ast.UAdd() | ast.USub() as op, operand):
+            if not _is_number(number := _value(operand)):
+                raise NotLiteralError("it negates what is not a number")
+            return -number if isinstance(op, ast.USub) else number
+        case ast.BinOp(left, op, right):
+            return _computed(op, _value(left), _value(right))
+        case ast.Call(function):
+            raise NotLiteralError(f"it calls {shorten(ast.unparse(function), 40)}")
+        case ast.Name(name):
+            raise NotLiteralError(f"it names {shorten(name, 40)}")
+        case None:  # a key
             raise NotLiteralError("it unpacks a dictionary")
-        keys = [_value(key) for key in node.keys if key is not None]
-        return dict(zip(keys, map(_value, node.values), strict=True))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        number = _value(node.operand)
-        if not _is_number(number):
-            raise NotLiteralError("it negates what is not a number")
-        return -number if isinstance(node.op, ast.USub) else number
-    if isinstance(node, ast.BinOp):
-        return _computed(node.op, _value(node.left), _value(node.right))
-    raise NotLiteralError(_described(node))
+    raise NotLiteralError(f"it holds {type(node).__name__}")
 
 
 def _computed(op: ast.operator, left: Any, right: Any) -> Any:
     if _is_number(left) and _is_number(right):
-        return _computed_number(op, left, right)
-    if isinstance(op, ast.Add) and type(left) is type(right) and isinstance(left, (list, tuple)):
-        _check_items(_items(left) + _items(right))
-        return left + right
-    if isinstance(op, ast.Mult):
-        sequence, times = (right, left) if isinstance(left, int) else (left, right)
-        if isinstance(sequence, (list, tuple)) and type(times) is int:
-            _check_items(_items(sequence) * times)
-            return sequence * times
-    raise NotLiteralError(f"{type(op).__name__} of {type(left).__name__} and {type(right).__name__}")
-
-
-def _computed_number(op: ast.operator, left: Any, right: Any) -> Any:
-    if isinstance(op, ast.Add):
-        number = left + right
-    elif isinstance(op, ast.Sub):
-        number = left - right
-    elif isinstance(op, ast.Mult):
-        number = left * right
-    elif isinstance(op, ast.Div):
-        number = left / right
-    else:
-        raise NotLiteralError(f"{type(op).__name__} of numbers")
-    if abs(number) >= LARGEST:
-        raise NotLiteralError("a number of more than 63 bits")
-    return number
+        if type(op) not in ARITHMETIC:
+            raise NotLiteralError(f"{type(op).__name__} of numbers")
+        number = ARITHMETIC[type(op)](left, right)
+        if abs(number) >= LARGEST:
+            raise NotLiteralError("a number of more than 63 bits")
+        return number
+    swapped = isinstance(op, ast.Mult) and isinstance(left, int)
+    sequence, other = (right, left) if swapped else (left, right)
+    added = isinstance(op, ast.Add) and type(left) is type(right)
+    repeated = isinstance(op, ast.Mult) and type(other) is int
+    if not isinstance(sequence, (list, tuple)) or not (added or repeated):
+        raise NotLiteralError(f"{type(op).__name__} of {type(left).__name__} and {type(right).__name__}")
+    if (_items(left) + _items(right) if added else _items(sequence) * other) > MOST_ITEMS:
+        raise NotLiteralError(f"more than {MOST_ITEMS} items")
+    return left + right if added else sequence * other
 
 
 def _is_number(value: Any) -> bool:
@@ -157,19 +160,4 @@ def _items(value: Any) -> int:
     """Number of items in *value* at all depths, including *value* itself."""
     if isinstance(value, dict):
         return 1 + sum(_items(key) + _items(item) for key, item in value.items())
-    if isinstance(value, (list, tuple, set)):
-        return 1 + sum(map(_items, value))
-    return 1
-
-
-def _check_items(count: int) -> None:
-    if count > MOST_ITEMS:
-        raise NotLiteralError(f"more than {MOST_ITEMS} items")
-
-
-def _described(node: ast.expr) -> str:
-    if isinstance(node, ast.Call):
-        return f"it calls {shorten(ast.unparse(node.func), 40)}"
-    if isinstance(node, ast.Name):
-        return f"it names {shorten(node.id, 40)}"
-    return f"it holds {type(node).__name__}"
+    return 1 + sum(map(_items, value)) if isinstance(value, (list, tuple, set)) else 1

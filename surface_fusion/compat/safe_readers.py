@@ -3,7 +3,6 @@
 import os
 import platform
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import numpy as np
 import yaml
 from fairseq.data import fasta_dataset
 
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
 
-def index_fasta_without_shell(build_index: Callable[..., Any], dataset: Any, path: str) -> tuple[Any, Any]:
-    """fairseq's ``FastaDataset._build_index``, in Python.
-
-    fairseq passes the unquoted path to a shell, which runs the command in ``train.$(command).fasta``.
+@repair("fairseq.data.fasta_dataset.FastaDataset._build_index", probe="fasta_name_reaches_shell")
+def index_fasta_without_shell(build_index: Original, dataset: Any, path: str) -> tuple[Any, Any]:
+    """Index a FASTA file in Python; fairseq passes its unquoted name to a shell, which runs commands in it.
 
     Returns:
         Byte offsets of the records of ``path.fasta``, and the lengths of their sequences, as int64.
@@ -35,8 +33,9 @@ def index_fasta_without_shell(build_index: Callable[..., Any], dataset: Any, pat
     return np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
 
-def read_yaml_safely(get_config: Callable[..., Any], yaml_path: Path) -> Any:
-    """fairseq's ``get_config_from_yaml``, with YAML's safe loader.
+@repair("fairseq.data.audio.data_cfg.get_config_from_yaml", probe="yaml_names_code")
+def read_yaml_safely(get_config: Original, yaml_path: Path) -> Any:
+    """Read the YAML of speech data with the safe loader; in fairseq it may name Python objects.
 
     fairseq uses ``yaml.FullLoader``. Before PyYAML 5.4 it calls functions that the file names; later versions
     look up names in imported modules.
@@ -57,8 +56,9 @@ def _only_inside(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     return tarfile.data_filter(member, path)
 
 
-def extract_archive_inside(load_archive: Callable[..., Any], archive_file: str) -> Any:
-    """fairseq's ``load_archive_file``; refuses members that would be written outside of the target folder.
+@repair("fairseq.file_utils.load_archive_file", probe="archive_writes_anywhere")
+def extract_archive_inside(load_archive: Original, archive_file: str) -> Any:
+    """Refuse members of a model archive that would be written outside of the target folder.
 
     fairseq extracts with Python's default filter, which before Python 3.14 writes a member named
     ``../../.bashrc`` outside of the folder.

@@ -2,64 +2,57 @@
 
 import argparse
 import copy
-from collections.abc import Callable
 from typing import Any
 
 from fairseq.data.data_utils import post_process
 
+from surface_fusion.compat.patching import Original, arguments, repair
 from surface_fusion.errors import SurfaceFusionError
 
 
-def map_sentence_ids(
-    step_groups: Callable[..., Any],
-    search: Any,
-    step: int,
-    lprobs: Any,
-    scores: Any,
-    prev_output_tokens: Any = None,
-    original_batch_idxs: Any = None,
-) -> Any:
-    """fairseq's ``DiverseBeamSearch.step``; maps ids of sentences to their rows in the first step."""
-    if original_batch_idxs is not None:
-        if step == 0:
-            search.batch_ids = original_batch_idxs
-        original_batch_idxs = original_batch_idxs[:, None].eq(search.batch_ids[None, :]).int().argmax(dim=1)
-    return step_groups(search, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+@repair("fairseq.search.DiverseBeamSearch.step", probe="diverse_beam_fails")
+def map_sentence_ids(step_groups: Original, *args: Any, **kwargs: Any) -> Any:
+    """Map ids of sentences to rows for ``--diverse-beam-groups``; fairseq fails once one is finished."""
+    given = arguments(step_groups, *args, **kwargs)
+    search, ids = given["self"], given["original_batch_idxs"]
+    if ids is not None:
+        if given["step"] == 0:
+            search.batch_ids = ids
+        given["original_batch_idxs"] = ids[:, None].eq(search.batch_ids[None, :]).int().argmax(dim=1)
+    return step_groups(**given)
 
 
+@repair(
+    "fairseq.ngram_repeat_block.NGramRepeatBlock._no_repeat_ngram",
+    probe="ngrams_are_repeated",
+    report="fs 5206",
+)
 def block_written_ngrams(
-    block: Callable[..., Any], module: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
+    block: Original, module: Any, tokens: Any, lprobs: Any, bsz: int, beam_size: int, step: int
 ) -> Any:
-    """fairseq's ``NGramRepeatBlock._no_repeat_ngram``, without the unused columns after the current step."""
+    """Search the columns up to the current step alone for n-grams of ``--no-repeat-ngram-size``."""
     return block(module, tokens[:, : step + 1], lprobs, bsz, beam_size, step)
 
 
-def accept_replace_unk_alone(load_align_dict: Callable[..., Any], replace_unk: str | None) -> Any:
-    """fairseq's ``load_align_dict``; reads the default ``"@@ "`` of ``--replace-unk`` as no dictionary."""
+@repair("fairseq.utils.load_align_dict", probe="replace_unk_needs_file")
+def accept_replace_unk_alone(load_align_dict: Original, replace_unk: str | None) -> Any:
+    """Read the default ``"@@ "`` of ``--replace-unk`` as no dictionary; fairseq opens it as a file."""
     return load_align_dict("" if replace_unk == "@@ " else replace_unk)
 
 
 class SourceAlignment(list[Any]):
     """An alignment as fairseq's generators return it, with the tokens of the source text."""
 
-    source: list[str]
-
-    @classmethod
-    def of(cls, alignment: Any, source: str) -> "SourceAlignment":
-        """Add the tokens of *source* to *alignment*."""
-        aligned = cls(alignment)
-        aligned.source = source.split()
-        return aligned
+    def __init__(self, alignment: Any, source: str) -> None:
+        super().__init__(alignment)
+        self.source = source.split()
 
 
+@repair("fairseq.tasks.fairseq_task.FairseqTask.build_generator", probe="replace_unk_has_no_alignment")
 def align_for_replacement(
-    build_generator: Callable[..., Any], task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
+    build_generator: Original, task: Any, models: Any, args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """fairseq's ``FairseqTask.build_generator``; with ``--replace-unk``, hypotheses have an alignment.
-
-    Raises:
-        SurfaceFusionError: ``--print-step`` or ``--retain-iter-history``, which iterative models alone use.
-    """
+    """Make the alignment that ``--replace-unk`` needs, and refuse the options of iterative models."""
     for name in ("print_step", "retain_iter_history"):
         if getattr(args, name, False):
             raise SurfaceFusionError(f"--{name.replace('_', '-')} needs an iterative model; leave it out")
@@ -72,12 +65,9 @@ def align_for_replacement(
     return build_generator(task, models, args, *rest, **kwargs)
 
 
-def refuse_options_of_interactive(main: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``generate.main``.
-
-    Raises:
-        SurfaceFusionError: ``--constraints``, or ``--replace-unk`` without the source text.
-    """
+@repair("fairseq_cli.generate.main", probe="generate_takes_constraints")
+def refuse_options_of_interactive(main: Original, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse ``--constraints`` in ``generate``, and ``--replace-unk`` without the source text; both fail."""
     flat = isinstance(cfg, argparse.Namespace)
     generation, task = (cfg, cfg) if flat else (cfg.generation, cfg.task)
     if generation.constraints:
@@ -90,29 +80,22 @@ def refuse_options_of_interactive(main: Callable[..., Any], cfg: Any, *args: Any
     return main(cfg, *args, **kwargs)
 
 
-def replace_unknown_words(
-    process: Callable[..., Any],
-    hypo_tokens: Any,
-    src_str: str,
-    alignment: Any,
-    align_dict: Any,
-    tgt_dict: Any,
-    remove_bpe: str | None = None,
-    extra_symbols_to_ignore: Any = None,
-) -> Any:
-    """fairseq's ``post_process_prediction``; replaces ``<unk>`` by the source word with the most attention.
+@repair("fairseq.utils.post_process_prediction", probe="replace_unk_fails")
+def replace_unknown_words(process: Original, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``<unk>`` by the source word with the most attention for ``--replace-unk``; fairseq fails.
 
     Words are looked up before subwords are joined: the alignment counts subwords.
     """
+    given = arguments(process, *args, **kwargs)
+    alignment, align_dict, words = given["alignment"], given["align_dict"], given["tgt_dict"]
     if align_dict is None:
-        return process(
-            hypo_tokens, src_str, alignment, align_dict, tgt_dict, remove_bpe, extra_symbols_to_ignore
-        )
-    source = getattr(alignment, "source", src_str.split())
-    pieces = tgt_dict.string(hypo_tokens, extra_symbols_to_ignore=extra_symbols_to_ignore)
-    known = copy_source_words(pieces, tgt_dict.unk_string(), source, alignment, align_dict)
-    text = post_process(known, remove_bpe)
-    return tgt_dict.encode_line(text, add_if_not_exist=True), text, alignment
+        return process(*args, **kwargs)
+    source = getattr(alignment, "source", given["src_str"].split())
+    ignored = given["extra_symbols_to_ignore"]
+    pieces = words.string(given["hypo_tokens"], extra_symbols_to_ignore=ignored)
+    known = copy_source_words(pieces, words.unk_string(), source, alignment, align_dict)
+    text = post_process(known, given["remove_bpe"])
+    return words.encode_line(text, add_if_not_exist=True), text, alignment
 
 
 def copy_source_words(

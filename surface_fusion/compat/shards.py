@@ -2,67 +2,50 @@
 
 import argparse
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+import sys
+from typing import Any
 
-import numpy as np
-
+from surface_fusion.compat.batching import as_array
+from surface_fusion.compat.patching import Original, arguments, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
 
-
-class Shard(NamedTuple):
-    """Shard *number*, counted from 0, of *shards*."""
-
-    shards: int
-    number: int
+_shard: tuple[int, int] | None = None
+"""Number of shards, and index of the one that the running command evaluates; None for all sentences."""
 
 
-_shard: Optional[Shard] = None
-"""What the running command evaluates; None for all sentences."""
-
-
-def generate_shard(main: Callable[..., Any], cfg: Any, *args: Any, **kwargs: Any) -> Any:
-    """fairseq's ``generate.main``, of the sentences of one shard."""
+@repair("fairseq_cli.generate.main", probe="generate_ignores_shards")
+def generate_shard(main: Original, cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let ``generate`` translate the sentences of one shard, as ``--num-shards`` and ``--shard-id`` say."""
     settings = cfg if isinstance(cfg, argparse.Namespace) else cfg.dataset
     return _run_on_shard(main, _checked(settings), cfg, *args, **kwargs)
 
 
-def evaluate_shard(
-    call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any
-) -> None:
-    """fairseq's ``call_main``; runs the *main* of ``validate`` and ``eval-lm`` on the sentences of one shard.
-
-    Several processes share the batches of the shard.
-    """
+@repair("fairseq.distributed.utils.call_main", probe="validate_ignores_shards")
+def evaluate_shard(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
+    """Let ``validate`` and ``eval-lm`` evaluate the sentences of one shard; several processes share them."""
     if cfg.common_eval.path is not None:  # no training
         shard = _checked(cfg.dataset)
-        if shard.shards > 1:
+        if shard is not None:
             cfg.dataset.num_shards, cfg.dataset.shard_id = 1, 0  # otherwise eval-lm splits the shard again
             main = functools.partial(_run_on_shard, main, shard)
     call_main(cfg, main, **kwargs)
 
 
-def batch_shard(
-    batch_by_size: Callable[..., Any],
-    indices: Any,
-    num_tokens_fn: Any,
-    num_tokens_vec: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """fairseq's ``batch_by_size``, of sentences I, I+N, I+2N, ... if a command runs on shard I of N."""
+@repair("fairseq.data.data_utils.batch_by_size", probe="batches_are_split_into_shards")
+def batch_shard(batch_by_size: Original, *args: Any, **kwargs: Any) -> Any:
+    """Batch sentences I, I+N, I+2N, ... if a command runs on shard I of N; fairseq deals out batches."""
+    given = arguments(batch_by_size, *args, **kwargs)
     if _shard is not None:
-        if not isinstance(indices, np.ndarray):
-            indices = np.fromiter(indices, dtype=np.int64, count=-1)
-        mine = slice(_shard.number, None, _shard.shards)
-        if len(indices) <= _shard.number:
+        shards, number = _shard
+        indices, sizes = as_array(given["indices"]), given["num_tokens_vec"]
+        if len(indices) <= number:
             raise SurfaceFusionError(
-                f"--num-shards {_shard.shards} --shard-id {_shard.number}: the data has {len(indices)} "
-                "sentences, so this shard is empty; give fewer shards"
+                f"--num-shards {shards} --shard-id {number}: the data has {len(indices)} sentences, so this "
+                "shard is empty; give fewer shards"
             )
-        indices = indices[mine]
-        num_tokens_vec = None if num_tokens_vec is None else num_tokens_vec[mine]
-    return batch_by_size(indices, num_tokens_fn, num_tokens_vec, *args, **kwargs)
+        given["indices"] = indices[number::shards]
+        given["num_tokens_vec"] = None if sizes is None else sizes[number::shards]
+    return batch_by_size(**given)
 
 
 def refuse_shards(command: str) -> None:
@@ -73,24 +56,21 @@ def refuse_shards(command: str) -> None:
     """
     if _shard is not None:
         raise SurfaceFusionError(
-            f"--num-shards {_shard.shards}: {command} translates each line; leave it out, or split the text"
+            f"--num-shards {_shard[0]}: {command} translates each line; leave it out, or split the text"
         )
 
 
-def _checked(settings: Any) -> Shard:
-    shard = Shard(settings.num_shards, settings.shard_id)
-    if not 0 <= shard.number < shard.shards:
+def _checked(settings: Any) -> tuple[int, int] | None:
+    """The shard that *settings* choose; None for a single one, which has all sentences."""
+    shards, number = settings.num_shards, settings.shard_id
+    if not 0 <= number < shards:
         raise SurfaceFusionError(
-            f"--num-shards {shard.shards} --shard-id {shard.number}: give --num-shards N of 1 or more and "
+            f"--num-shards {shards} --shard-id {number}: give --num-shards N of 1 or more and "
             "--shard-id from 0 to N - 1"
         )
-    return shard
+    return (shards, number) if shards > 1 else None
 
 
-def _run_on_shard(main: Callable[..., Any], shard: Shard, *args: Any, **kwargs: Any) -> Any:
-    global _shard
-    _shard = shard if shard.shards > 1 else None
-    try:
+def _run_on_shard(main: Original, shard: tuple[int, int] | None, *args: Any, **kwargs: Any) -> Any:
+    with replaced(sys.modules[__name__], "_shard", shard):
         return main(*args, **kwargs)
-    finally:
-        _shard = None

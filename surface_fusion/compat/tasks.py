@@ -1,13 +1,15 @@
 """``StatefulContainer``, a part of each task: no endless recursion in copy and pickle."""
 
-from collections.abc import Callable
 from typing import Any
 
+from surface_fusion.compat.patching import Original, repair
 
-def find_no_attribute_before_init(get: Callable[..., Any], container: Any, name: str) -> Any:
-    """fairseq's ``StatefulContainer.__getattr__``; raises AttributeError while the instance is empty.
 
-    ``copy`` and ``pickle`` look up ``__setstate__`` on an empty instance, where fairseq recurses without end.
+@repair("fairseq.tasks.fairseq_task.StatefulContainer.__getattr__", probe="task_cannot_be_copied")
+def find_no_attribute_before_init(get: Original, container: Any, name: str) -> Any:
+    """Raise AttributeError while a task's state is empty, where fairseq recurses without end.
+
+    ``copy`` and ``pickle`` look up ``__setstate__`` on an empty instance.
     """
     if "_factories" not in vars(container):
         raise AttributeError(f"{type(container).__name__} has no {name} yet")

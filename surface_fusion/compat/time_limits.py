@@ -9,7 +9,6 @@ there, too, and the log names the rank that does not answer, but the error itsel
 
 import atexit
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -17,26 +16,25 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from surface_fusion.compat import rank_watch
-from surface_fusion.compat.patching import replaced
+from surface_fusion.compat.patching import Original, repair, replaced
 from surface_fusion.errors import SurfaceFusionError
-
-WAIT = 600.0
-"""Default limit in seconds."""
 
 
 def seconds_to_wait(distributed: Any) -> float:
     """The limit by the section ``distributed_training`` of a configuration, in seconds."""
     given = getattr(distributed, "heartbeat_timeout", -1)
-    return float(given) if given > 0 else WAIT
+    return float(given) if given > 0 else 600.0
 
 
-def watch_main(call_main: Callable[..., None], cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
-    """fairseq's ``call_main``; errors of *main* name the rank that has stopped."""
+@repair("fairseq.distributed.utils.call_main", probe="failing_rank_is_not_named")
+def watch_main(call_main: Original, cfg: Any, main: Original, **kwargs: Any) -> None:
+    """Name the rank that has stopped in the error of a process that waits for it."""
     call_main(cfg, rank_watch.WatchedMain(main), **kwargs)
 
 
-def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
-    """fairseq's ``distributed_init``; makes the process group with the time limit and starts the watch."""
+@repair("fairseq.distributed.utils.distributed_init", probe="first_group_has_no_limit")
+def limit_first_group(init: Original, cfg: Any) -> Any:
+    """Limit the wait for a process that is missing or has stopped, and name it; fairseq waits 30 minutes."""
     given = getattr(cfg, "distributed_training", None)
     if given is None or dist.is_initialized() or cfg.common.tpu:
         return init(cfg)
@@ -45,59 +43,53 @@ def limit_first_group(init: Callable[..., int], cfg: Any) -> int:
         return init(cfg)
 
 
-def limit_existing_group(
-    load_checkpoint: Callable[..., Any], cfg: Any, trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """fairseq's ``load_checkpoint``; first limits process groups older than this package's import."""
+@repair("fairseq.checkpoint_utils.load_checkpoint", probe="first_group_has_no_limit")
+def limit_existing_group(load: Original, cfg: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Limit process groups older than the import of this package, as in ``fairseq-hydra-train``."""
     if rank_watch.running() is None and dist.is_available() and dist.is_initialized():
         wait = seconds_to_wait(getattr(trainer.cfg, "distributed_training", None))
         for group in dist.distributed_c10d._world.pg_map:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=wait), group)
         watch = rank_watch.start(dist.distributed_c10d._get_default_store(), wait)
         atexit.register(watch.stop)  # a thread in the store must not see the interpreter end
-    return load_checkpoint(cfg, trainer, *args, **kwargs)
+    return load(cfg, trainer, *args, **kwargs)
 
 
-def limit_further_groups(new_groups: Callable[..., Any], *args: Any) -> Any:
-    """fairseq's ``new_groups`` and ``get_global_group``; further groups get the limit of the first."""
+@repair(
+    "fairseq.distributed.utils.get_global_group",
+    "fairseq.distributed.utils.new_groups",
+    probe="further_groups_have_no_limit",
+)
+def limit_further_groups(new_groups: Original, *args: Any) -> Any:
+    """Give further process groups the limit of the first."""
     watch = rank_watch.running()
-    if watch is None:
-        return new_groups(*args)
-    limited = functools.partial(dist.new_group, timeout=timedelta(seconds=watch.wait))
-    with replaced(dist, "new_group", limited):
+    limit: dict[str, Any] = {} if watch is None else {"timeout": timedelta(seconds=watch.wait)}
+    with replaced(dist, "new_group", functools.partial(dist.new_group, **limit)):
         return new_groups(*args)
 
 
 def _init_process_group(
-    init: Callable[..., None], wait: float, backend: str, init_method: str, world_size: int, rank: int
+    init: Original, wait: float, backend: str, init_method: str, world_size: int, rank: int
 ) -> None:
-    limit = timedelta(seconds=wait)
+    where: dict[str, Any] = {"init_method": init_method}
     if urlparse(init_method).scheme == "tcp" and rank is not None and rank >= 0:
-        store = _wait_for_all_ranks(init_method, world_size, rank, wait)
-        init(backend=backend, store=store, world_size=world_size, rank=rank, timeout=limit)
-    else:
-        init(backend=backend, init_method=init_method, world_size=world_size, rank=rank, timeout=limit)
-        store = dist.distributed_c10d._get_default_store()
-    rank_watch.start(store, wait)
+        where = {"store": _wait_for_all_ranks(init_method, world_size, rank, wait)}
+    init(backend=backend, world_size=world_size, rank=rank, timeout=timedelta(seconds=wait), **where)
+    rank_watch.start(dist.distributed_c10d._get_default_store(), wait)
 
 
 def _wait_for_all_ranks(init_method: str, world_size: int, rank: int, wait: float) -> Any:
-    """The store of all processes, after all have connected to it.
-
-    Raises:
-        SurfaceFusionError: not all connected within *wait* seconds.
-    """
+    """The store of all processes, which have joined; an error names those missing after *wait* seconds."""
     place, limit = urlparse(init_method), timedelta(seconds=wait)
     advice = "start every rank, or raise --heartbeat-timeout"
     try:
         host, port = place.hostname or "localhost", place.port or 0
         store = dist.TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
     except RuntimeError as error:
-        if rank == 0:
-            raise SurfaceFusionError(f"rank 0 cannot listen at {init_method}: {error}") from error
-        raise SurfaceFusionError(
-            f"rank 0 did not answer at {init_method} within {wait:g} s; {advice}"
-        ) from error
+        fault = f"cannot listen at {init_method}: {error}"
+        if rank > 0:
+            fault = f"did not answer at {init_method} within {wait:g} s; {advice}"
+        raise SurfaceFusionError(f"rank 0 {fault}") from error
     keys = [f"surface_fusion/joined/{other}" for other in range(world_size)]
     if store.add(keys[rank], 1) > 1:
         raise SurfaceFusionError(f"two processes joined {init_method} as rank {rank}; give each its own")

@@ -3,46 +3,47 @@
 import logging
 import os
 import re
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fairseq
 from hydra.core.hydra_config import HydraConfig
 
+from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-def accept_second_copy(import_user_module: Callable[..., Any], args: Any) -> Any:
-    """fairseq's ``import_user_module``; uses the imported package in place of a second copy of it.
-
-    Raises:
-        SurfaceFusionError: ``--user-dir`` is a file, is missing, or is another version of this package.
-    """
+@repair("fairseq.utils.import_user_module", probe="second_copy_is_refused", report="fs 2081")
+def accept_second_copy(import_user_module: Original, args: Any) -> Any:
+    """Use the imported package if ``--user-dir`` is a copy of the same version, which fairseq refuses."""
     path = getattr(args, "user_dir", None)
-    if path:
-        args.user_dir = path = _existing(path)
-    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    folder = os.path.realpath(path) if path else here
+    if not path:
+        return import_user_module(args)
+    args.user_dir = path = _existing(path)
+    folder, here = os.path.realpath(path), str(Path(__file__).resolve().parents[1])
     if os.path.isfile(folder):
         raise SurfaceFusionError(f"--user-dir {path} is a file; give a folder of Python code")
-    if path and folder == here:
+    if folder == here:
         return None
-    if folder == here or os.path.basename(folder) != os.path.basename(here):
+    if os.path.basename(folder) != os.path.basename(here):
         return import_user_module(args)
     if not os.path.isdir(folder):
         archive = os.path.isfile(os.path.dirname(folder))
         fault = "is in an archive; unpack that" if archive else "does not exist; give the folder"
         raise SurfaceFusionError(f"--user-dir {path} {fault}, or leave --user-dir out")
-    theirs, ours = (_version(os.path.join(f, "version.py")) for f in (folder, here))
-    if theirs != ours:
+    file = Path(folder, "version.py")  # not imported
+    match = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
+    theirs = match[1] if match else "of an unknown version"
+    if theirs != __version__:
         raise SurfaceFusionError(
-            f"--user-dir {path} is surface-fusion {theirs}, but {ours} is already imported from {here}; "
-            "uninstall that version or leave --user-dir out"
+            f"--user-dir {path} is surface-fusion {theirs}, but {__version__} is already imported from "
+            f"{here}; uninstall that version or leave --user-dir out"
         )
     logger.warning(
-        f"--user-dir {path}: surface-fusion {ours} is already imported from {here}; using that copy"
+        f"--user-dir {path}: surface-fusion {__version__} is already imported from {here}; using that copy"
     )
     return None
 
@@ -53,12 +54,3 @@ def _existing(path: str) -> str:
     if HydraConfig.initialized():  # hydra runs each job in a new folder
         folders.insert(1, HydraConfig.get().runtime.cwd)
     return next((p for f in folders if os.path.exists(p := os.path.join(f, path))), path)
-
-
-def _version(path: str) -> str:
-    """The version in the file *path* of a copy of this package, read without importing it."""
-    if not os.path.isfile(path):
-        return "of an unknown version"
-    with open(path, encoding="utf-8") as file:
-        match = re.search(r'__version__ = "(.+)"', file.read())
-    return match[1] if match else "of an unknown version"

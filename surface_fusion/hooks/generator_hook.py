@@ -1,12 +1,11 @@
 """Pass a fast generator class to ``FairseqTask.build_generator`` when the caller passes none."""
 
-from collections.abc import Callable
 from typing import Any
 
 from fairseq.tasks import FairseqTask
 from omegaconf import DictConfig
 
-from surface_fusion.compat.patching import wrap
+from surface_fusion.compat.patching import Original, arguments, wrap
 
 
 def install() -> None:
@@ -14,16 +13,7 @@ def install() -> None:
     wrap(FairseqTask, "build_generator", _build_generator)
 
 
-def _build_generator(
-    original: Callable[..., Any],
-    task: FairseqTask,
-    models: Any,
-    args: Any,
-    seq_gen_cls: type | None = None,
-    extra_gen_cls_kwargs: dict[str, Any] | None = None,
-    *others: Any,
-    **kwargs: Any,
-) -> Any:
+def _build_generator(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Call ``FairseqTask.build_generator`` with a fast class in place of fairseq's default.
 
     A class given by the caller is kept, and so is fairseq's default if any of *models* is not of this package
@@ -41,13 +31,16 @@ def _build_generator(
         supports_fast_search,
     )
 
-    each = getattr(models, "models", models) or [None]  # --score-reference needs no models
-    if seq_gen_cls is None and all(map(supports_fast_search, each)):
-        settings: Any = dict(args) if isinstance(args, DictConfig) else vars(args)
+    given = arguments(original, *args, **kwargs)
+    each = getattr(given["models"], "models", given["models"]) or [None]  # --score-reference needs no models
+    if given["seq_gen_cls"] is None and all(map(supports_fast_search, each)):
+        settings: Any = dict(given["args"]) if isinstance(given["args"], DictConfig) else vars(given["args"])
         check_ranges(settings)
         check_generation(settings)
-        seq_gen_cls = FastSequenceGenerator
-        if getattr(args, "print_alignment", False):  # fairseq passes this on only with its default class
-            seq_gen_cls = FastSequenceGeneratorWithAlignment
-            extra_gen_cls_kwargs = {**(extra_gen_cls_kwargs or {}), "print_alignment": args.print_alignment}
-    return original(task, models, args, seq_gen_cls, extra_gen_cls_kwargs, *others, **kwargs)
+        given["seq_gen_cls"] = FastSequenceGenerator
+        alignment = settings.get("print_alignment")
+        if alignment:  # fairseq passes this on only with its default class
+            given["seq_gen_cls"] = FastSequenceGeneratorWithAlignment
+            more = given["extra_gen_cls_kwargs"] or {}
+            given["extra_gen_cls_kwargs"] = {**more, "print_alignment": alignment}
+    return original(**given)

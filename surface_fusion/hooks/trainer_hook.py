@@ -29,14 +29,8 @@ def uses_fast_trainer(cfg: Any, model: Any) -> bool:
 
 
 def _new(cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
-    """``Trainer.__new__``; subclasses, whose arguments may differ, are left alone.
-
-    Raises:
-        SurfaceFusionError: a number is out of range and the model is a SurfaceFusion model.
-    """
-    if cls is not Trainer or not (args or kwargs):
-        return object.__new__(cls)
-    return object.__new__(_trainer_class(*args, **kwargs))
+    """``Trainer.__new__``; subclasses, whose arguments may differ, are left alone."""
+    return object.__new__(_trainer_class(*args, **kwargs) if cls is Trainer and (args or kwargs) else cls)
 
 
 def _trainer_class(cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> type[Trainer]:

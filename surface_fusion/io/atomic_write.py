@@ -28,12 +28,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values that only a write can raise."""
 
 _ADVICE = {
-    errno.ENOSPC: "free space, or write to another disk",
-    errno.EDQUOT: "free space, or write to another disk",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space, or write to another disk"),
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EACCES: "write to a folder that you may write to",
-    errno.EPERM: "write to a folder that you may write to",
-    errno.EROFS: "write to a folder that you may write to",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "write to a folder that you may write to"),
     errno.ENOENT: "create the folder first",
 }
 
@@ -78,9 +75,8 @@ def atomic_write(path: PathLike) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        failure = raw.failure
-        if failure is None and isinstance(error, OSError) and error.errno in NO_SPACE:
-            failure = error
+        no_space = error if isinstance(error, OSError) and error.errno in NO_SPACE else None
+        failure = raw.failure or no_space
         if failure is not None:
             raise WriteError(path, failure) from failure
         raise
@@ -93,17 +89,10 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def create_folder(folder: PathLike, name: str) -> tuple[str, int]:
-    """Create a temporary folder in *folder*; return its path and the lock, a descriptor to close at the end.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    path = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    """Create a temporary folder in *folder*; return its path and its lock, a descriptor to close later."""
+    path = _temporary_path(os.fspath(folder), name)
     os.mkdir(path, 0o700)
-    lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # the file system does not support locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path, lock
+    return path, _locked(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def remove_abandoned(folder: PathLike) -> None:
@@ -144,19 +133,27 @@ class _RecordingFile(io.FileIO):
             super().close()
 
 
+def _temporary_path(folder: str, name: str) -> str:
+    # At most 40 characters of the name, so that the total length is valid.
+    return os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+
+
+def _locked(descriptor: int) -> int:
+    with contextlib.suppress(OSError):  # the file system does not support locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
 def _create_temporary(path: str) -> tuple[_RecordingFile, str]:
     """Create a locked file in the folder of *path*; return it and its path."""
-    folder, name = os.path.split(path)
     while True:
-        # At most 40 characters of the name, so that the total length is valid.
-        temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+        temporary = _temporary_path(*os.path.split(path))
         try:
             # O_EXCL: fail if a file or link of this name exists.
-            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = _locked(os.open(temporary, flags, 0o666))
         except FileExistsError:
             continue
-        with contextlib.suppress(OSError):  # the file system does not support locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink:
             return _RecordingFile(descriptor, "wb"), temporary
         os.close(descriptor)  # another process removed the file before it was locked

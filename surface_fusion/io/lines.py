@@ -6,6 +6,7 @@ Python's text files split. Text is UTF-8; a leading byte order mark is removed.
 """
 
 import io
+import itertools
 import logging
 import os
 import select
@@ -64,22 +65,20 @@ def iterate_lines(stream: Any) -> Iterator[str]:
     Args:
         stream: a text stream such as ``sys.stdin``, or a binary one.
     """
-    source, number = getattr(stream, "buffer", stream), 0
-    while line := source.readline():
-        number += 1
-        text = line if isinstance(line, str) else _decoded(line, number)
-        yield without_line_end(text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text)
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        yield _text(line, number)
 
 
-def _decoded(line: bytes, number: int) -> str:
-    """*line* as text; a warning with its *number* is logged if it is not UTF-8."""
+def _text(line: str | bytes, number: int) -> str:
+    """Line *number* without its end or a byte order mark; a warning is logged if it is not UTF-8."""
     try:
-        return line.decode("utf-8")
+        text = line if isinstance(line, str) else line.decode("utf-8")
     except UnicodeDecodeError as error:
         logger.warning(
             f"line {number} is not UTF-8 text: {error.reason} at byte {error.start + 1}; read as U+FFFD"
         )
-        return line.decode("utf-8", "replace")
+        text = error.object.decode("utf-8", "replace")
+    return without_line_end(text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text)
 
 
 def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[list[str]]:
@@ -98,7 +97,9 @@ def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[l
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
     except (AttributeError, OSError):  # a stream in memory, or a system without poll
-        yield from _groups(iterate_lines(stream), size)
+        lines = iterate_lines(stream)
+        while batch := list(itertools.islice(lines, size)):
+            yield batch
         return
     incomplete: list[bytes] = []  # parts of the last line
     ready: list[bytes] = []
@@ -118,20 +119,5 @@ def batches_of_lines(stream: Any, size: int, pause: float = PAUSE) -> Iterator[l
             ended = True
             ready += filter(None, [b"".join(incomplete)])
         if ready and (not chunk or len(ready) >= size):
-            batch, ready = ready[:size], ready[size:]
-            lines = [without_line_end(_decoded(line, number + i)) for i, line in enumerate(batch, 1)]
-            if number == 0:
-                lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
-            number += len(lines)
-            yield lines
-
-
-def _groups(lines: Iterator[str], size: int) -> Iterator[list[str]]:
-    group = []
-    for line in lines:
-        group.append(line)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
+            yield [_text(line, number + i) for i, line in enumerate(ready[:size], 1)]
+            number, ready = number + len(ready[:size]), ready[size:]

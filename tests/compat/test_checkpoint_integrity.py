@@ -1,4 +1,7 @@
-"""Damaged checkpoints and those that are not finite are named; a training resumes from an intact one."""
+"""Damaged checkpoints and those that are not finite are named; a training resumes from an intact one.
+
+Also tests ``compat/newest_checkpoint.py``.
+"""
 
 import json
 import logging
@@ -16,7 +19,8 @@ from fairseq import checkpoint_utils
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli.main import main
-from surface_fusion.compat.checkpoint_integrity import CHECKPOINT_NAME, check_records, not_finite
+from surface_fusion.compat.checkpoint_integrity import check_records, not_finite
+from surface_fusion.compat.newest_checkpoint import CHECKPOINT_NAME
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 from tests.helpers.small_training import TRAIN
 

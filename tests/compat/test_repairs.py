@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from surface_fusion.compat.repairs import MODULES as REPAIRING
 from surface_fusion.compat.repairs import REPAIRS
 from tests.compat.probes.__main__ import MODULES
 from tests.helpers.paths import ROOT
@@ -48,6 +49,12 @@ def test_each_probe_belongs_to_a_repair() -> None:
         if value.__annotations__["return"] is bool and not name.startswith("_")
     }
     assert functions == {probe for probe, _ in PROBES}
+
+
+def test_each_module_with_a_repair_is_listed() -> None:
+    """A repair of another module would not be applied."""
+    modules = (ROOT / "surface_fusion" / "compat").glob("*.py")
+    assert {path.stem for path in modules if "\n@repair(" in path.read_text()} == set(REPAIRING)
 
 
 WATCHED = ("fairseq", "fairseq_cli", "torch", "omegaconf", "argparse", "hydra")

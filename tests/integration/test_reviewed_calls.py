@@ -85,6 +85,8 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("surface_fusion/cli/fairseq_verbs.py", "importlib.import_module(f'fairseq_cli.{verb}')"): OWN_MODULES,
     ("surface_fusion/compat/checkpoint_integrity.py", "torch.load("): SAFE_LOAD,
     ("surface_fusion/compat/checkpoint_loading.py", "import pickle"): "its exceptions only",
+    ("surface_fusion/compat/newest_checkpoint.py", "torch.load("): SAFE_LOAD,
+    ("surface_fusion/compat/repairs.py", "importlib.import_module(f'{__package__}."): OWN_MODULES,
     ("surface_fusion/compat/safe_readers.py", "import tarfile"): "its filter of unsafe members",
 }
 

@@ -24,10 +24,11 @@ import torch
 from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
-from surface_fusion.analysis.ablation import ablate, percent_change, subword_marks
+from surface_fusion.analysis.ablation import ablate, percent_change
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
+from surface_fusion.data.subwords import subword_marks
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.errors import SurfaceFusionError
 

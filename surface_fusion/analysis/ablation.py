@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.data.subwords import subword_marks
 from surface_fusion.encoder_fusion import LayerAttention, methods
 from surface_fusion.scoring import Score, score_text
 
@@ -55,14 +56,6 @@ def silenced(fusion: Any, state: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def subword_marks(dictionary: Any) -> str | None:
-    """Return the ``--remove-bpe`` value that joins the subwords of *dictionary*; None if it has no marks."""
-    words = [dictionary[i] for i in range(dictionary.nspecial, len(dictionary))]
-    if any(word.startswith("\u2581") for word in words):
-        return "sentencepiece"
-    return "@@ " if any(word.endswith("@@") for word in words) else None
 
 
 def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translations:

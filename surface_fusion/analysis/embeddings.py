@@ -21,6 +21,7 @@ from torch import Tensor
 
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.data.subwords import without_marks
 
 SIDES = ("source", "target")
 DRAWN = 300
@@ -85,7 +86,7 @@ def neighbours(
 
 def same_words(source: Sequence[str], target: Sequence[str]) -> Tensor:
     """Return S x T, True where the words are equal without subword marks (``\u2581word``, ``word@@``)."""
-    sides = [[word.removeprefix("\u2581").removesuffix("@@") for word in side] for side in (source, target)]
+    sides = [[*map(without_marks, side)] for side in (source, target)]
     ids = {word: i for i, word in enumerate(dict.fromkeys([*sides[0], *sides[1]]))}
     rows, columns = (torch.tensor([ids[word] for word in side]) for side in sides)
     return rows[:, None] == columns

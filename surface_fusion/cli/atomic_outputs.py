@@ -17,33 +17,37 @@ LOG = "preprocess.log"
 
 
 @contextlib.contextmanager
-def atomic_outputs(verb: str, command: Any) -> Iterator[None]:
-    """Inside the block, *command* (a module of ``fairseq_cli``) writes its outputs atomically.
+def atomic_results(command: Any) -> Iterator[None]:
+    """Inside the block, *command* (``fairseq_cli.generate``) writes its ``--results-path`` atomically.
 
     Raises:
-        SurfaceFusionError: an output cannot be written; earlier files are unchanged.
+        SurfaceFusionError: it cannot be written; an earlier file is unchanged.
     """
-    if verb == "generate":
-        command.open = _open  # hides Python's open from fairseq's main
-        try:
-            yield
-        finally:
-            del command.open
-    elif verb == "preprocess":
-        main = functools.partial(_preprocess, command.main, command.logger)
-        with replaced(command, "main", main), replaced(logging, "raiseExceptions", False):
-            yield
-    else:
+    command.open = _open  # hides Python's open from fairseq's main
+    try:
         yield
+    finally:
+        del command.open
 
 
 @contextlib.contextmanager
 def _open(path: str, mode: str, buffering: int, encoding: str) -> Iterator[io.TextIOWrapper]:
-    """Atomic replacement of ``open`` in ``fairseq_cli.generate``, for the file of ``--results-path``."""
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding=encoding)
         yield text
         text.detach()  # flushes; atomic_write closes
+
+
+@contextlib.contextmanager
+def atomic_data_folder(command: Any) -> Iterator[None]:
+    """Inside the block, *command* (``fairseq_cli.preprocess``) writes its files atomically.
+
+    Raises:
+        SurfaceFusionError: a file cannot be written; earlier files are unchanged.
+    """
+    main = functools.partial(_preprocess, command.main, command.logger)
+    with replaced(command, "main", main), replaced(logging, "raiseExceptions", False):
+        yield
 
 
 def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args: Namespace) -> None:
@@ -57,20 +61,25 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         args.destdir, lock = create_folder(destdir, "preprocess")
     except OSError as error:
         raise WriteError(destdir, error) from error
-    renames = _RenameFolder(args.destdir, destdir)
-    logger.addFilter(renames)
+    folder = args.destdir
+
+    def name_destdir(record: logging.LogRecord) -> bool:
+        record.msg = str(record.msg).replace(folder, destdir)
+        return True
+
+    logger.addFilter(name_destdir)
     try:
         main(args)
-        _close_logs(logger, args.destdir)
-        _move(args.destdir, destdir)
+        _close_logs(logger, folder)
+        _move(folder, destdir)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise WriteError(destdir, error) from error
     finally:
-        logger.removeFilter(renames)
-        _close_logs(logger, args.destdir)
-        shutil.rmtree(args.destdir, ignore_errors=True)
+        logger.removeFilter(name_destdir)
+        _close_logs(logger, folder)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         args.destdir = destdir
         if created:
@@ -105,17 +114,3 @@ def _close_logs(logger: logging.Logger, folder: str) -> None:
             logger.removeHandler(handler)
             with contextlib.suppress(OSError):
                 handler.close()
-
-
-class _RenameFolder(logging.Filter):
-    """Rewrites log messages: temporary folder -> the user's folder."""
-
-    def __init__(self, temporary: str, destdir: str) -> None:
-        super().__init__()
-        self.temporary, self.destdir = temporary, destdir
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record."""
-        if isinstance(record.msg, str):
-            record.msg = record.msg.replace(self.temporary, self.destdir)
-        return True

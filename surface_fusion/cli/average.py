@@ -6,21 +6,18 @@ from collections.abc import Sequence
 import torch
 
 from surface_fusion import averaging
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.io.atomic_write import atomic_write
-
-SUMMARY = "average the parameters of checkpoints into one"
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="surface-fusion average",
+        "average",
         description="Averages parameters in float64 and writes a checkpoint for generate, without optimizer "
         "state.",
         usage="surface-fusion average CHECKPOINT ... -o OUT\n"
         "       surface-fusion average (--last | --last-updates) N DIR -o OUT",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="checkpoints of one model")
     parser.add_argument("-o", "--output", required=True, metavar="OUT", help="output file")

@@ -15,8 +15,9 @@ from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.cli.verbs import SUMMARIES
 from surface_fusion.compat.checkpoint_allowlist import refusals
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE
@@ -26,7 +27,6 @@ from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
 
-SUMMARY = "describe a checkpoint; without one, print the versions for a bug report"
 FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Validation metrics that fairseq logs in base 2.
 LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")
@@ -37,10 +37,7 @@ BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 def run(argv: Sequence[str]) -> None:
     """Print a description of a checkpoint, or the versions."""
     parser = OneLineParser(
-        prog="surface-fusion info",
-        description=SUMMARY,
-        usage="surface-fusion info [CHECKPOINT] [--json]",
-        allow_abbrev=False,
+        "info", description=SUMMARIES["info"], usage="surface-fusion info [CHECKPOINT] [--json]"
     )
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -105,7 +102,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         if not trust:
             raise
         unsafe_because.append(str(error).removesuffix(TRUST_ADVICE))
-        with trusted_checkpoints():
+        with trusted_checkpoints(trust):
             state = _load(path)
     unsafe_because += [f"it {refusal}" for refusal in refusals(state)]
     model, cfg = state["model"], state["cfg"].model
@@ -113,6 +110,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     best = state["extra_state"].get("best")
     tensors = {name: value for name, value in model.items() if not name.endswith(BUFFERS)}
     fusion = {n: v for n, v in tensors.items() if n.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS)}
+    embeddings = {stack: model.get(f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder")}
+    entries = {stack: None if weight is None else len(weight) for stack, weight in embeddings.items()}
     return {
         "checkpoint": path,
         "architecture": _architecture(cfg),
@@ -124,8 +123,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "best_loss": best,
         "best_loss_is": None if best is None else _metric(state["cfg"]),
         "languages": _languages(state["cfg"].task),
-        "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
-        "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
+        "source_dictionary": entries["encoder"],
+        "target_dictionary": entries["decoder"],
         "not_finite": not_finite(state),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
         "safe_to_load": not unsafe_because,
@@ -149,7 +148,8 @@ def _metric(cfg: Any) -> str:
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
     unit = f"bits per {'sentence' if per_sentence else 'token'}"
     smoothing = ", with label smoothing" if smoothed else ""
-    unnormalised = name != "normalized_nll_loss" and _is_unnormalised(cfg.model)
+    flags = _complete(cfg.model)
+    unnormalised = flags is not None and flags.unnormalised and name != "normalized_nll_loss"
     hard_fusion = ", of hard fusion's probabilities, which sum to less than 1" if unnormalised else ""
     return f"validation {name}, {unit}{smoothing}{hard_fusion}"
 
@@ -170,10 +170,6 @@ def _count(tensors: dict[str, torch.Tensor]) -> int:
     return sum({(t.data_ptr(), t.shape): t.numel() for t in tensors.values()}.values())
 
 
-def _rows(model: dict[str, torch.Tensor], name: str) -> int | None:
-    return len(model[name]) if name in model else None
-
-
 def _architecture(model_cfg: Any) -> str:
     return str(getattr(model_cfg, "arch", None) or model_cfg._name)
 
@@ -187,11 +183,6 @@ def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
     with open_dict(args) if OmegaConf.is_config(args) else contextlib.nullcontext():
         ARCH_CONFIG_REGISTRY[architecture](args)  # as fairseq does before it builds the model
     return SurfaceFusionConfig.from_namespace(args)
-
-
-def _is_unnormalised(model_cfg: Any) -> bool:
-    cfg = _complete(model_cfg)
-    return cfg is not None and cfg.unnormalised
 
 
 def describe_fusion(model_cfg: Any) -> str:

@@ -5,20 +5,19 @@ import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.analysis.explain import explain, loaded_pair
+from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import batches_of_lines
 from surface_fusion.models.hub_interface import TranslationHub
-
-SUMMARY = "translate raw text from standard input, line by line"
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
 MAX_LINES = 64
 """Maximum number of lines per call of the model; fewer if the input pauses."""
@@ -26,12 +25,11 @@ MAX_LINES = 64
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="surface-fusion translate",
+        "translate",
         description="Translates each line of standard input to a line of standard output. MODEL_DIR (or its "
         "subfolders checkpoints, data-bin, pieces) holds checkpoint_best.pt or checkpoint_last.pt, the two "
         "dict.*.txt, and the sentencepiece model *.model used to segment the training text.",
         usage="surface-fusion translate MODEL_DIR [flags] < TEXT",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo"
@@ -57,8 +55,7 @@ def _parser() -> OneLineParser:
     return parser
 
 
-@dataclass(frozen=True)
-class ModelFiles:
+class ModelFiles(NamedTuple):
     """The files needed to translate raw text."""
 
     checkpoint: Path
@@ -126,8 +123,6 @@ def run(argv: Sequence[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as the input, independent of the locale
     logging.basicConfig(format="surface-fusion translate: %(message)s")  # for warnings about single lines
-    from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
-
     files = find_files(args.folder, args.checkpoint)
     with trusted_checkpoints(args.trust_checkpoint):
         hub = SurfaceFusionModel.from_pretrained(
@@ -144,11 +139,6 @@ def run(argv: Sequence[str]) -> None:
     for number, translation in enumerate(translations(hub, batches, args.beam), 1):
         print(translation.text, flush=True)
         if args.explain and translation.tokens is not None:
-            for line in _explain(hub, translation.tokens, args.out and args.out / str(number)):
+            pair = loaded_pair(hub.models[0], hub.task, *translation.tokens)
+            for line in explain(pair, args.out and args.out / str(number)):
                 print(f"    {line}", flush=True)
-
-
-def _explain(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
-    from surface_fusion.analysis.explain import explain, loaded_pair
-
-    return explain(loaded_pair(hub.models[0], hub.task, *tokens), out)

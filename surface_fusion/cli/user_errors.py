@@ -5,8 +5,6 @@ import difflib
 import re
 from typing import Any, NoReturn, Optional
 
-from omegaconf.errors import MissingMandatoryValue, ValidationError
-
 from surface_fusion.errors import SurfaceFusionError, shorten
 from surface_fusion.io.atomic_write import NO_SPACE
 
@@ -17,10 +15,10 @@ CHILD_ERROR = re.compile(
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that raises :class:`SurfaceFusionError`; an option may have one value only."""
+    """The parser of *verb*; raises :class:`SurfaceFusionError`. An option may have one value only."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, verb: str, **kwargs: Any) -> None:
+        super().__init__(prog=f"surface-fusion {verb}", allow_abbrev=False, **kwargs)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 
@@ -82,6 +80,8 @@ def user_line(exception: BaseException) -> str | None:
 
 
 def _known_line(exception: BaseException) -> str | None:
+    from omegaconf.errors import MissingMandatoryValue, ValidationError  # slow to import
+
     text = str(exception)
     if child := CHILD_ERROR.findall(text):
         return str(child[-1])

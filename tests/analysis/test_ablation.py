@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from fairseq.data import Dictionary
 
-from surface_fusion.analysis.ablation import ablate, silenced, subword_marks
+from surface_fusion.analysis.ablation import ablate, silenced
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 from tests.helpers.tiny import SHARED, batch, log_probs, shaken
@@ -54,14 +53,3 @@ def test_others_say_so(name: str) -> None:
     model = shaken("--encoder-fusion", name, SHARED)
     with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} is none that can leave out"):
         ablate(Loaded(model, None, "test"), 1, None)
-
-
-@pytest.mark.parametrize(
-    ("words", "marks"), [(["\u2581a", "b"], "sentencepiece"), (["a@@", "b"], "@@ "), (["a", "b"], None)]
-)
-def test_subwords_are_joined_by_their_marks(words: list[str], marks: str | None) -> None:
-    """Scores of subwords were taken for scores of text."""
-    dictionary = Dictionary()
-    for word in words:
-        dictionary.add_symbol(word)
-    assert subword_marks(dictionary) == marks

@@ -1,4 +1,7 @@
-"""Verbs, help, version and exit statuses."""
+"""Verbs, help, version and exit statuses.
+
+Also tests ``cli/verbs.py``.
+"""
 
 import subprocess
 import sys
@@ -83,6 +86,19 @@ def test_a_bug_keeps_its_traceback(command, monkeypatch):
 
 def test_verbs_and_summaries_agree():
     assert tuple(entry.SUMMARIES) == VERBS
+
+
+@pytest.mark.parametrize("argv", ["--version", "--help", "trian", "score --help"])
+def test_an_answer_without_a_model_imports_neither_torch_nor_fairseq(argv):
+    code = f"""
+import sys
+from surface_fusion.cli.main import main
+
+main({argv.split()})
+sys.exit(str([name for name in ("torch", "fairseq", "omegaconf") if name in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_script():

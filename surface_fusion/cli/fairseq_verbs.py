@@ -51,6 +51,20 @@ class FairseqVerb:
     defaults: tuple[str, ...] = ()
 
 
+@contextlib.contextmanager
+def _checked_main(command: Any) -> Iterator[None]:
+    """Check the settings in *command*'s ``main``; for commands that do not use ``call_main``."""
+    fairseqs_main = command.main
+
+    def main(args: argparse.Namespace) -> Any:
+        check_ranges(vars(args))
+        check_generation(vars(args))
+        return fairseqs_main(args)
+
+    with replaced(command, "main", main):
+        yield
+
+
 VERBS = {
     "preprocess": FairseqVerb(
         "-s SRC -t TGT --trainpref PREFIX --validpref PREFIX --destdir DATA [flags]",
@@ -159,20 +173,6 @@ def print_help(verb: str, argv: Sequence[str]) -> None:
             parser, argv, modify_parser=lambda _: print_and_exit() if next(calls) else None
         )
     print_and_exit()
-
-
-@contextlib.contextmanager
-def _checked_main(command: Any) -> Iterator[None]:
-    """Check the settings in *command*'s ``main``; for commands that do not use ``call_main``."""
-    fairseqs_main = command.main
-
-    def main(args: argparse.Namespace) -> Any:
-        check_ranges(vars(args))
-        check_generation(vars(args))
-        return fairseqs_main(args)
-
-    with replaced(command, "main", main):
-        yield
 
 
 def _call_main(

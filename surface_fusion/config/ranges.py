@@ -6,7 +6,7 @@ by a division by zero or a loss of NaN.
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
 RANGES: dict[str, Range] = {name: valid for valid, names in _GROUPS for name in names.split()}
 """Range by field name, such as ``label_smoothing``.
 
-``flags.py`` and ``encoder_fusion_flags.py`` check values that depend on other flags.
+``model_checks.py`` checks values that depend on other flags.
 """
 
 
@@ -169,12 +169,12 @@ def check_generation(values: Mapping[str, Any]) -> None:
 def check_config(cfg: DictConfig) -> None:
     """Check fairseq's complete configuration for values out of range and contradictions.
 
-    The model section is checked by :meth:`surface_fusion.config.flags.SurfaceFusionConfig.check`.
+    The model section is checked by :func:`surface_fusion.config.model_checks.check_model`.
 
     Raises:
         SurfaceFusionError: a value is invalid.
     """
-    sections = {name: dict(_values(cfg, name)) for name in map(str, cfg) if name != "model"}
+    sections = {name: _section(cfg, name) for name in map(str, cfg) if name != "model"}
     bleu = eval_bleu_args(sections.get("task", {}))
     for values in (*sections.values(), bleu):
         check_ranges(values)
@@ -189,12 +189,10 @@ def check_config(cfg: DictConfig) -> None:
         )
 
 
-def _values(cfg: DictConfig, name: str) -> Iterator[tuple[str, Any]]:
+def _section(cfg: DictConfig, name: str) -> dict[str, Any]:
+    """Return the values of a section of *cfg*; missing ones are the text ``???``."""
     section = None if OmegaConf.is_missing(cfg, name) else cfg[name]
     if isinstance(section, Namespace):
-        yield from vars(section).items()
-    elif isinstance(section, DictConfig):
-        for key in section:
-            if not OmegaConf.is_missing(section, key):
-                value = section[key]
-                yield str(key), list(value) if OmegaConf.is_list(value) else value
+        return vars(section)
+    values: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_dict(section) else {}
+    return dict(values)

@@ -4,6 +4,7 @@ There are two: the surface attention, and the cross attention of the last decode
 averaged over heads; over the source tokens they sum to 1.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,12 +52,8 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
     alignments: list[Alignment] = []
     surface: Any = getattr(decoder, "sf_attn", None)
     calls: list[Any] = []
-    hook = surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else None
-    try:
+    with surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else nullcontext():
         extra = loaded.model(**net)[1]
-    finally:
-        if hook is not None:
-            hook.remove()
     source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
     words = [loaded.task.target_dictionary[i] for i in target.tolist()]
     for query, key, _, mask, *_ in calls:

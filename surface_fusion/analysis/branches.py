@@ -87,27 +87,21 @@ def _tokens_of_batch(
     elif loaded.model.cfg.mode.gated:
         gate = h.new_full(h.shape[:2], loaded.model.cfg.sf_gate)
     target = batch["target"]
-    p_reference = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
     top_words = [x.argmax(-1) for x in (fused, z, s)]
     surface_source_ids = source_ids.to(h.device)[top_words[2]]
-    copies = (surface_source_ids[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
-    decides = top_words[0] != top_words[1]
-    for row, column in target.ne(loaded.task.target_dictionary.pad()).nonzero().tolist():
-        index = row, column
-        yield Token(
-            sentence=int(batch["id"][row]),
-            position=column,
-            reference=int(target[index]),
-            fused=int(top_words[0][index]),
-            target=int(top_words[1][index]),
-            surface=int(top_words[2][index]),
-            p_fused=float(p_reference[0][index]),
-            p_target=float(p_reference[1][index]),
-            p_surface=float(p_reference[2][index]),
-            gate=None if gate is None else float(gate[index]),
-            decides=bool(decides[index]),
-            copies=bool(copies[index]),
-        )
+    columns = (
+        batch["id"][:, None].expand_as(target),
+        torch.arange(target.shape[1], device=target.device).expand_as(target),
+        target,
+        *top_words,
+        *(x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)),
+        top_words[0] != top_words[1],
+        (surface_source_ids[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1),
+    )
+    real = target.ne(loaded.task.target_dictionary.pad())
+    *facts, decides, copies = (column[real].tolist() for column in columns)
+    gates = [None] * len(decides) if gate is None else gate[real].tolist()
+    yield from map(Token, *facts, gates, decides, copies)
 
 
 def summary(all_tokens: list[Token]) -> dict[str, float]:

@@ -13,7 +13,6 @@ selection of its rows.
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,26 +28,21 @@ DRAWN = 300
 NEIGHBOURS = 5
 
 
-def ranked_words(loaded: Loaded) -> tuple[list[int], list[int]]:
+def ranked_words(loaded: Loaded) -> list[list[int]]:
     """Return the ids of the split's source and target words, most frequent first, no special symbols."""
-    dataset = loaded.task.dataset(loaded.split)
+    dataset, task = loaded.task.dataset(loaded.split), loaded.task
     ids = []
-    sides = ((dataset.src, loaded.task.source_dictionary), (dataset.tgt, loaded.task.target_dictionary))
-    for sentences, dictionary in sides:
-        counts: Counter[int] = Counter()
-        for i in range(len(dataset)):
-            counts.update(sentences[i].tolist())
+    for sentences, words in ((dataset.src, task.source_dictionary), (dataset.tgt, task.target_dictionary)):
+        counts = Counter(word for i in range(len(dataset)) for word in sentences[i].tolist())
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        ids.append([word for word in ranked if word >= dictionary.nspecial])
-    return ids[0], ids[1]
+        ids.append([word for word in ranked if word >= words.nspecial])
+    return ids
 
 
-def embedding_matrices(loaded: Loaded) -> tuple[Tensor, Tensor]:
+def embedding_matrices(loaded: Loaded) -> list[Tensor]:
     """Return the source and target embeddings, V x C each, on the CPU in float32."""
-    model: Any = loaded.model
-    source = model.encoder.embed_tokens.weight.detach().float().cpu()
-    target = model.decoder.embed_tokens.weight.detach().float().cpu()
-    return source, target
+    stacks = (loaded.model.encoder, loaded.model.decoder)
+    return [stack.embed_tokens.weight.detach().float().cpu() for stack in stacks]
 
 
 def log_singular_values(embedding: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from surface_fusion.compat.patching import replaced
 from surface_fusion.io.atomic_write import NO_SPACE, WriteError, atomic_write, create_folder, remove_abandoned
-
-LOG = "preprocess.log"
 
 
 @contextlib.contextmanager
@@ -58,10 +57,10 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
     os.makedirs(destdir, exist_ok=True)
     try:
         remove_abandoned(destdir)
-        args.destdir, lock = create_folder(destdir, "preprocess")
+        folder, lock = create_folder(destdir, "preprocess")
     except OSError as error:
         raise WriteError(destdir, error) from error
-    folder = args.destdir
+    args.destdir, handlers = folder, list(logger.handlers)
 
     def name_destdir(record: logging.LogRecord) -> bool:
         record.msg = str(record.msg).replace(folder, destdir)
@@ -69,8 +68,10 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
 
     logger.addFilter(name_destdir)
     try:
-        main(args)
-        _close_logs(logger, folder)
+        try:
+            main(args)
+        finally:
+            _close_logs(logger, handlers)
         _move(folder, destdir)
     except OSError as error:
         if error.errno not in NO_SPACE:
@@ -78,10 +79,8 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         raise WriteError(destdir, error) from error
     finally:
         logger.removeFilter(name_destdir)
-        _close_logs(logger, folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        args.destdir = destdir
         if created:
             with contextlib.suppress(OSError):  # it is not empty after a success
                 os.rmdir(destdir)
@@ -98,19 +97,18 @@ def _refuse_other_dictionaries(args: Namespace) -> None:
 
 
 def _move(source: str, target: str) -> None:
-    for name in sorted(os.listdir(source)):
-        if name == LOG and os.path.exists(os.path.join(target, LOG)):
-            with open(os.path.join(source, LOG), "rb") as new, open(os.path.join(target, LOG), "ab") as log:
-                shutil.copyfileobj(new, log)
+    for path in sorted(Path(source).iterdir()):
+        earlier = Path(target, path.name)
+        if path.name == "preprocess.log" and earlier.exists():
+            with earlier.open("ab") as log:
+                log.write(path.read_bytes())
         else:
-            os.replace(os.path.join(source, name), os.path.join(target, name))
+            path.replace(earlier)
 
 
-def _close_logs(logger: logging.Logger, folder: str) -> None:
-    """Close the log files in *folder*, which fairseq leaves open."""
-    prefix = os.path.join(os.path.abspath(folder), "")
-    for handler in list(logger.handlers):
-        if isinstance(handler, logging.FileHandler) and handler.baseFilename.startswith(prefix):
-            logger.removeHandler(handler)
-            with contextlib.suppress(OSError):
-                handler.close()
+def _close_logs(logger: logging.Logger, kept: list[logging.Handler]) -> None:
+    """Close the log file that fairseq leaves open: all handlers of *logger* but those *kept*."""
+    for handler in set(logger.handlers) - set(kept):
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_fla
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import batches_of_lines
-from surface_fusion.models.hub_interface import TranslationHub
+from surface_fusion.models.hub_interface import Hypothesis, TranslationHub
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
 MAX_LINES = 64
@@ -55,16 +54,8 @@ def _parser() -> OneLineParser:
     return parser
 
 
-class ModelFiles(NamedTuple):
-    """The files needed to translate raw text."""
-
-    checkpoint: Path
-    dictionaries: Path
-    sentencepiece: Path
-
-
-def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
-    """Find the files of the model in *folder*.
+def find_files(folder: Path, checkpoint: str | None = None) -> tuple[Path, Path, Path]:
+    """Find the checkpoint in *folder*, the folder of its dictionaries, and the sentencepiece model.
 
     Raises:
         SurfaceFusionError: a file is missing or there are several candidates; the message says which.
@@ -84,25 +75,18 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
         raise SurfaceFusionError(
             f"{folder} and its folder pieces have {len(models)} sentencepiece models *.model; one is needed"
         )
-    return ModelFiles(path, data, models[0])
+    return path, data, models[0]
 
 
-class Translation(NamedTuple):
-    """The translation of a line, and the token ids of source and target (None if it was not translated)."""
-
-    text: str
-    tokens: tuple[Tensor, Tensor] | None = None
-
-
-def translations(hub: TranslationHub, batches: Iterable[list[str]], beam: int) -> Iterator[Translation]:
-    """Yield a translation per line of *batches*, empty if the line is empty or too long."""
+def translations(
+    hub: TranslationHub, batches: Iterable[list[str]], beam: int
+) -> Iterator[tuple[Tensor, Hypothesis]]:
+    """Yield the token ids of each line of *batches* and its best hypothesis, as ``hub.generate`` does."""
     first_line = 1
     for batch in batches:
         rows = [hub.encode(line.strip()) for line in batch]
         for row, (best, *_) in zip(rows, hub.generate(rows, beam, first_line=first_line), strict=True):
-            translated = best["score"] > -math.inf
-            tokens = best["tokens"].cpu()
-            yield Translation(hub.decode(tokens), (row, tokens) if translated else None)
+            yield row, best
         first_line += len(batch)
 
 
@@ -123,22 +107,23 @@ def run(argv: Sequence[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as the input, independent of the locale
     logging.basicConfig(format="surface-fusion translate: %(message)s")  # for warnings about single lines
-    files = find_files(args.folder, args.checkpoint)
+    checkpoint, dictionaries, sentencepiece = find_files(args.folder, args.checkpoint)
     with trusted_checkpoints(args.trust_checkpoint):
         hub = SurfaceFusionModel.from_pretrained(
-            str(files.checkpoint.parent),
-            files.checkpoint.name,
-            str(files.dictionaries.absolute()),  # the hub takes ./ and ../ as relative to the checkpoint
+            str(checkpoint.parent),
+            checkpoint.name,
+            str(dictionaries.absolute()),  # the hub takes ./ and ../ as relative to the checkpoint
             bpe="sentencepiece",
-            sentencepiece_model=str(files.sentencepiece),
+            sentencepiece_model=str(sentencepiece),
         )
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
     batches = batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES)
-    for number, translation in enumerate(translations(hub, batches, args.beam), 1):
-        print(translation.text, flush=True)
-        if args.explain and translation.tokens is not None:
-            pair = loaded_pair(hub.models[0], hub.task, *translation.tokens)
+    for number, (row, best) in enumerate(translations(hub, batches, args.beam), 1):
+        tokens = best["tokens"].cpu()
+        print(hub.decode(tokens), flush=True)
+        if args.explain and best["score"] > -math.inf:
+            pair = loaded_pair(hub.models[0], hub.task, row, tokens)
             for line in explain(pair, args.out and args.out / str(number)):
                 print(f"    {line}", flush=True)

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import re
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 from surface_fusion.errors import SurfaceFusionError, shorten
 from surface_fusion.io.atomic_write import NO_SPACE
@@ -30,18 +30,7 @@ class OneLineParser(argparse.ArgumentParser):
 class _StoreOnce(argparse._StoreAction):
     """argparse's default action, but a second, different value is an error."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: Optional[str] = None,
-    ) -> None:
-        """Store the value.
-
-        Raises:
-            SurfaceFusionError: the option was given before, with another value.
-        """
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
         if option_string is None:
             return
@@ -69,14 +58,10 @@ def user_line(exception: BaseException) -> str | None:
     chain = [exception]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    for error in chain:
-        if isinstance(error, SurfaceFusionError):
-            return " ".join(str(error).split())
-    for error in reversed(chain):  # the first one raised is the most specific
-        line = _known_line(error)
-        if line is not None:
-            return " ".join(line.split())
-    return None
+    lines = [str(error) for error in chain if isinstance(error, SurfaceFusionError)]
+    if not lines:  # the first one raised is the most specific
+        lines = [line for error in reversed(chain) if (line := _known_line(error)) is not None]
+    return " ".join(lines[0].split()) if lines else None
 
 
 def _known_line(exception: BaseException) -> str | None:

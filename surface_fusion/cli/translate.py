@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +55,16 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def find_files(folder: Path, checkpoint: str | None = None) -> tuple[Path, Path, Path]:
-    """Find the checkpoint in *folder*, the folder of its dictionaries, and the sentencepiece model.
+class ModelFiles(NamedTuple):
+    """The checkpoint, the folder of its dictionaries, and the sentencepiece model."""
+
+    checkpoint: Path
+    dictionaries: Path
+    sentencepiece: Path
+
+
+def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
+    """Find the files of the model in *folder*.
 
     Raises:
         SurfaceFusionError: a file is missing or there are several candidates; the message says which.
@@ -75,7 +84,7 @@ def find_files(folder: Path, checkpoint: str | None = None) -> tuple[Path, Path,
         raise SurfaceFusionError(
             f"{folder} and its folder pieces have {len(models)} sentencepiece models *.model; one is needed"
         )
-    return path, data, models[0]
+    return ModelFiles(path, data, models[0])
 
 
 def translations(

@@ -70,19 +70,15 @@ def keep_order_of_lines(
     hub: Any,
     tokenized_sentences: Any,
     *args: Any,
-    skip: Callable[[Tensor], bool] = lambda row: False,
-    first_line: int = 1,
     **kwargs: Any,
 ) -> Any:
     """fairseq's ``GeneratorHubInterface.generate``, which ``translate`` and ``sample`` call.
 
     A line that is too long for the model gets an empty hypothesis, and a warning with its number is logged.
-    So does, without a warning, a row for which the additional keyword *skip* returns True.
     """
     if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
         return generate(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
-    fits = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"), first_line)
-    indices = [i for i in fits if not skip(tokenized_sentences[i])]
+    indices = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"))
     rows = [tokenized_sentences[i] for i in indices]
     results = generate(hub, rows, *args, **kwargs) if rows else []
     return in_order(results, indices, len(tokenized_sentences), hub.tgt_dict.eos())

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from fairseq import utils
@@ -25,6 +25,7 @@ NOT_SEARCH_SETTINGS = ("skip_invalid_size_inputs", "inference_step_args", "prefi
 """Keywords of fairseq's ``generate`` that are not fields of ``GenerationConfig``."""
 
 Hypothesis = dict[str, Any]
+Sentences = str | Sequence[str]
 
 
 class TranslationHub(GeneratorHubInterface):
@@ -37,9 +38,7 @@ class TranslationHub(GeneratorHubInterface):
     *batch_size* to ``from_pretrained`` to limit them.
     """
 
-    def translate(
-        self, sentences: Union[str, Sequence[str]], beam: int = 5, verbose: bool = False, **kwargs: Any
-    ) -> Any:
+    def translate(self, sentences: Sentences, beam: int = 5, verbose: bool = False, **kwargs: Any) -> Any:
         """Translate *sentences*.
 
         Args:
@@ -58,9 +57,7 @@ class TranslationHub(GeneratorHubInterface):
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
-    def sample(
-        self, sentences: Union[str, Sequence[str]], beam: int = 1, verbose: bool = False, **kwargs: Any
-    ) -> Any:
+    def sample(self, sentences: Sentences, beam: int = 1, verbose: bool = False, **kwargs: Any) -> Any:
         """Same as :meth:`translate`, with a default beam size of 1."""
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
@@ -73,7 +70,7 @@ class TranslationHub(GeneratorHubInterface):
         nbest = kwargs.get("nbest") or self.cfg.generation.nbest
         return [nbest_list[:nbest] if nbest > 1 else nbest_list[0] for nbest_list in texts]
 
-    def _text(self, sentence: str, hypothesis: Hypothesis, align_dict: Optional[dict[str, str]]) -> str:
+    def _text(self, sentence: str, hypothesis: Hypothesis, align_dict: dict[str, str] | None) -> str:
         if align_dict is None:
             return str(self.decode(hypothesis["tokens"]))
         source = self.apply_bpe(self.tokenize(sentence)).split()
@@ -87,7 +84,7 @@ class TranslationHub(GeneratorHubInterface):
         beam: int = 5,
         verbose: bool = False,
         *args: Any,
-        nbest: Optional[int] = None,
+        nbest: int | None = None,
         first_line: int = 1,
         **kwargs: Any,
     ) -> Any:
@@ -114,20 +111,14 @@ class TranslationHub(GeneratorHubInterface):
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
-        rows = list(tokenized_sentences)
-        settings = {"skip": self._is_empty, "first_line": first_line, **kwargs}  # see compat/hub.py
-        return [hypotheses[:nbest] for hypotheses in super().generate(rows, beam, verbose, *args, **settings)]
+        rows, blank = list(tokenized_sentences), {self.src_dict.eos(), self.src_dict.pad()}
+        fits = fitting(rows, position_limit(self.max_positions, "source"), first_line)
+        indices = [i for i in fits if not blank.issuperset(rows[i].tolist())]
+        results = super().generate([rows[i] for i in indices], beam, verbose, *args, **kwargs)
+        ordered = in_order(results, indices, len(rows), self.tgt_dict.eos())
+        return [hypotheses[:nbest] for hypotheses in ordered]
 
-    def _is_empty(self, row: Tensor) -> bool:
-        """Whether the source *row* holds only ``</s>`` and padding."""
-        return not (row.ne(self.src_dict.eos()) & row.ne(self.src_dict.pad())).any()
-
-    def score(
-        self,
-        sentences: Union[str, Sequence[str]],
-        translations: Union[str, Sequence[str], None] = None,
-        **kwargs: Any,
-    ) -> Any:
+    def score(self, sentences: Sentences, translations: Sentences | None = None, **kwargs: Any) -> Any:
         """Score given *translations* of *sentences*.
 
         Args:
@@ -154,17 +145,13 @@ class TranslationHub(GeneratorHubInterface):
                 f"score: {len(sentences)} sentences but {count} translations; give one for each sentence"
             )
         source = [self.encode(sentence) for sentence in sentences]
-        target = [self._encode_target(translation) for translation in translations]
+        pieces = [self.apply_bpe(self.tokenize(translation)) for translation in translations]
+        target = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in pieces]
         limits = self.max_positions
         source_fits = set(fitting(source, position_limit(limits, "source")))
         indices = sorted(source_fits.intersection(fitting(target, position_limit(limits, "target"))))
         scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
         return [hypotheses[0] for hypotheses in in_order(scored, indices, len(source), self.tgt_dict.eos())]
-
-    def _encode_target(self, translation: str) -> Tensor:
-        pieces = self.apply_bpe(self.tokenize(translation))
-        ids: Tensor = self.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
-        return ids
 
     def _score(
         self, source: list[Tensor], target: list[Tensor], settings: dict[str, Any]

@@ -142,7 +142,7 @@ def measure_figure_2(models: list[Loaded], out: Path, beam: int) -> None:
         zip(layers, zip(*bleu, strict=True), zip(*length, strict=True), strict=True)
     ):
         moments = [f"{x:.2f}" for seeds in changes for x in _moments(seeds)]
-        paper = FIGURE_2[i] if len(layers) == len(LAYERS) else ""
+        paper = str(FIGURE_2[i]) if len(layers) == len(LAYERS) else ""
         rows.append((layer, *moments, paper, signature, len(models)))
     columns = ("silenced", "bleu_change", "bleu_deviation", "length_change", "length_deviation")
     save_table(out / "figure2.csv", (*columns, "paper_bleu_change", "signature", "seeds"), rows)

@@ -102,6 +102,5 @@ def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list
     for ax, title, values in zip(axes, ("BLEU, % change", "length, % change"), (bleu, length), strict=True):
         ax.bar([row.layer for row in measured[1:]], values[1:])
         ax.axhline(0, color="black", linewidth=0.8)
-        ax.set_title(title)
-        ax.set_xlabel("encoder layer silenced")
+        ax.set(title=title, xlabel="encoder layer silenced")
     return [table, *save_figure(figure, out / "ablation")]

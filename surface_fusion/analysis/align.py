@@ -76,7 +76,7 @@ def save(alignments: list[Alignment], out: Path) -> list[Path]:
     for name, weights, source, target in alignments:
         values = weights.tolist()
         rows = [
-            (i, target_word, j, source_word, f"{values[i][j]:.6g}")
+            (i, target_word, j, source_word, values[i][j])
             for i, target_word in enumerate(target)
             for j, source_word in enumerate(source)
         ]

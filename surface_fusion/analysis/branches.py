@@ -131,14 +131,12 @@ def save(all_tokens: list[Token], dictionary: Any, out: Path) -> list[Path]:
         (
             *(token.sentence, token.position),
             *(dictionary[i] for i in (token.reference, token.fused, token.target, token.surface)),
-            *(f"{p:.6g}" for p in (token.p_fused, token.p_target, token.p_surface)),
-            "" if token.gate is None else f"{token.gate:.6g}",
+            *(token.p_fused, token.p_target, token.p_surface, token.gate),
             *(int(token.decides), int(token.copies)),
         )
         for token in all_tokens
     ]
-    means = [(name, f"{value:.6g}") for name, value in summary(all_tokens).items()]
     return [
         save_table(out / "branches.csv", Token._fields, rows),
-        save_table(out / "branches_summary.csv", ("what", "value"), means),
+        save_table(out / "branches_summary.csv", ("what", "value"), summary(all_tokens).items()),
     ]

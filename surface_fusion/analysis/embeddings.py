@@ -101,7 +101,7 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
     same = same_words(words[0][:DRAWN], words[1]) if dictionaries[0] == dictionaries[1] else None
     cosines, nearest = neighbours(source[:DRAWN], target, NEIGHBOURS, same)
     rows = [
-        (source_word, rank, words[1][i], f"{cosine:.6g}")
+        (source_word, rank, words[1][i], cosine)
         for source_word, row, ids in zip(words[0], cosines.tolist(), nearest.tolist(), strict=False)
         for rank, (cosine, i) in enumerate(zip(row, ids, strict=True), 1)
         if cosine > -torch.inf
@@ -110,14 +110,16 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
 
 
 def _draw_singular_values(curves: dict[str, Tensor], out: Path) -> list[Path]:
-    rows = [(name, i, f"{value:.6g}") for name, x in curves.items() for i, value in enumerate(x.tolist(), 1)]
+    rows = [(name, i, value) for name, x in curves.items() for i, value in enumerate(x.tolist(), 1)]
     table = save_table(out / "singular_values.csv", ("matrix", "i", "log_ratio"), rows)
     figure, axes = pyplot().subplots(figsize=(5, 3.4), layout="constrained")
     for name, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve.tolist(), "--" if "other" in name else "-", label=name)
-    axes.set_title("singular values of the embeddings")
-    axes.set_xlabel("singular value")
-    axes.set_ylabel("log of its ratio to the first")
+    axes.set(
+        title="singular values of the embeddings",
+        xlabel="singular value",
+        ylabel="log of its ratio to the first",
+    )
     axes.legend()
     return [table, *save_figure(figure, out / "singular_values")]
 
@@ -125,16 +127,15 @@ def _draw_singular_values(curves: dict[str, Tensor], out: Path) -> list[Path]:
 def _draw_principal_plane(embeddings: list[Tensor], words: list[list[str]], out: Path) -> list[Path]:
     coordinates = principal_plane(torch.cat(embeddings)).split([len(x) for x in embeddings])
     rows = [
-        (side, word, f"{x:.6g}", f"{y:.6g}")
+        (side, word, *point)
         for side, names, points in zip(SIDES, words, coordinates, strict=True)
-        for word, (x, y) in zip(names, points.tolist(), strict=False)
+        for word, point in zip(names, points.tolist(), strict=False)
     ]
     table = save_table(out / "pca.csv", ("side", "word", "x", "y"), rows)
     figure, axes = pyplot().subplots(figsize=(4.6, 4), layout="constrained")
     for side, points, marker in zip(SIDES, coordinates, ("o", "x"), strict=True):
         axes.scatter(*points.t().tolist(), s=12, marker=marker, label=side, alpha=0.7)
-    axes.set_title("the most frequent words")
-    axes.set_xlabel("first principal component")
-    axes.set_ylabel("second principal component")
+    labels = ("first principal component", "second principal component")
+    axes.set(title="the most frequent words", xlabel=labels[0], ylabel=labels[1])
     axes.legend()
     return [table, *save_figure(figure, out / "pca")]

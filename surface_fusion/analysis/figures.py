@@ -52,11 +52,11 @@ def save_figure(figure: Any, stem: Path) -> list[Path]:
 
 
 def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write a CSV file and return its path."""
+    """Write a CSV file and return its path; floats have six significant digits, None is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(rows)
+    writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
     return save_text(path, text.getvalue())
 
 
@@ -96,9 +96,7 @@ def heat_map(
     rotation = 0 if max(map(len, columns)) < 4 else 60
     axes.set_xticks(*_ticks(columns, width), rotation=rotation, parse_math=False)
     axes.set_yticks(*_ticks(rows, height), parse_math=False)
-    axes.set_xlabel(column_label)
-    axes.set_ylabel(row_label)
-    axes.set_title(title)
+    axes.set(xlabel=column_label, ylabel=row_label, title=title)
     if numbers:
         middle = (image.norm.vmin + image.norm.vmax) / 2
         for i, row in enumerate(values):

@@ -89,7 +89,7 @@ def draw(loaded: Loaded, out: Path) -> list[Path]:
     for table in layer_weights(loaded):
         values = table.values.tolist()
         rows = [
-            (layer, column, f"{value:.6g}")
+            (layer, column, value)
             for layer, row in zip(table.layers, values, strict=True)
             for column, value in zip(table.columns, row, strict=True)
             if not math.isnan(value)

@@ -45,11 +45,7 @@ def run(argv: Sequence[str]) -> None:
         paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
-    if os.path.exists(args.output) and not os.path.isfile(args.output):
-        parser.error(f"{args.output} is not a regular file and cannot be overwritten; give another name")
-    with trusted_checkpoints(args.trust_checkpoint):
-        state = averaging.average_checkpoints(paths)
-    with atomic_write(args.output) as file:
-        torch.save(state, file)
+    with atomic_write(args.output) as file, trusted_checkpoints(args.trust_checkpoint):
+        torch.save(averaging.average_checkpoints(paths), file)
     size = os.path.getsize(args.output) / 1e6
     print(f"{args.output}: the mean of {len(paths)} checkpoints, {', '.join(paths)} ({size:.1f} MB)")

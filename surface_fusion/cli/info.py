@@ -27,7 +27,6 @@ from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
 
-FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
 # Validation metrics that fairseq logs in base 2.
 LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")
 # Entries of a state dict that are not parameters.
@@ -70,14 +69,12 @@ def _formatted(value: Any) -> str:
 
 def versions() -> dict[str, Any]:
     """Return the versions of the packages, and the devices, for a bug report."""
-    installed = []
-    for name in FAIRSEQ_DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed.append(f"{name} {metadata.version(name)}")
+    names = dict.fromkeys(metadata.packages_distributions().get("fairseq", ()))
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "surface_fusion": __version__,
-        "fairseq": ", ".join(installed) or "not installed as a distribution",
+        "fairseq": ", ".join(f"{name} {metadata.version(name)}" for name in names)
+        or "not installed as a distribution",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": ", ".join(devices) or "CPU only",
@@ -175,7 +172,7 @@ def _architecture(model_cfg: Any) -> str:
 
 
 def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
-    """Fill in the defaults of *model_cfg* (Namespace or YAML); None if it is not a SurfaceFusion model."""
+    """Fill in the defaults of *model_cfg*; None if it is not of a SurfaceFusion model."""
     architecture = _architecture(model_cfg)
     if not architecture.startswith(MODEL_NAME):
         return None
@@ -190,34 +187,35 @@ def describe_fusion(model_cfg: Any) -> str:
     cfg = _complete(model_cfg)
     if cfg is None:
         return "none: not a model of surface-fusion"
-    parts = []
-    if cfg.layer_wise_attention:
-        parts.append("decoder layer i attends to encoder layer i")
-    if cfg.encoder_fusion is not None:
-        embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
-        parts.append(f"encoder layers fused by {cfg.encoder_fusion}{embedding}")
-    if cfg.surfacefusion is None:
-        return "; ".join(parts if cfg.encoder_fusion else ["none: a plain Transformer", *parts])
-    if cfg.surfacefusion == "att":
-        depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
-        heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
-        parts.append(
-            f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
-        )
-    else:
+    embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
+    parts: list[Any] = [
+        not (cfg.surfacefusion or cfg.encoder_fusion) and "none: a plain Transformer",
+        cfg.layer_wise_attention and "decoder layer i attends to encoder layer i",
+        cfg.encoder_fusion and f"encoder layers fused by {cfg.encoder_fusion}{embedding}",
+    ]
+    if cfg.surfacefusion is not None:
+        parts += [
+            _describe_surface(cfg),
+            f"{'without' if cfg.sf_no_posedemb else 'with'} positions",
+            _describe_mode(cfg),
+            f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer",
+            cfg.sf_linear and "linear map per branch",
+            cfg.sf_no_detach and "gradient into query and key",
+        ]
+    return "; ".join(filter(None, parts))
+
+
+def _describe_surface(cfg: SurfaceFusionConfig) -> str:
+    if cfg.surfacefusion != "att":
         pooled = "tokens with id >= 50" if cfg.sf_pool_published else "all tokens"
-        parts.append(f"{cfg.surfacefusion} of the source embeddings over {pooled}")
-    parts.append(f"{'without' if cfg.sf_no_posedemb else 'with'} positions")
-    mode = str(cfg.sf_mode)
-    if cfg.mode.gated:
-        gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
-        mode += f", {gate}{', renormalised' if cfg.sf_renormalize else ''}"
-    else:
-        mode += f", tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
-    parts.append(mode)
-    parts.append(f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer")
-    if cfg.sf_linear:
-        parts.append("linear map per branch")
-    if cfg.sf_no_detach:
-        parts.append("gradient into query and key")
-    return "; ".join(parts)
+        return f"{cfg.surfacefusion} of the source embeddings over {pooled}"
+    depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
+    heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
+    return f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
+
+
+def _describe_mode(cfg: SurfaceFusionConfig) -> str:
+    if not cfg.mode.gated:
+        return f"{cfg.sf_mode}, tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
+    gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
+    return f"{cfg.sf_mode}, {gate}{', renormalised' if cfg.sf_renormalize else ''}"

@@ -15,18 +15,16 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import NO_SPACE
 from surface_fusion.version import __version__
 
-HELP = "\n".join(
-    (
-        "usage: surface-fusion VERB ...",
-        "",
-        "Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package",
-        "loaded and accept all of fairseq's flags.",
-        "",
-        *(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items()),
-        "",
-        "surface-fusion VERB --help shows the flags of a verb, surface-fusion --version the version.",
-    )
-)
+_LIST = "\n".join(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items())
+HELP = f"""\
+usage: surface-fusion VERB ...
+
+Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package
+loaded and accept all of fairseq's flags.
+
+{_LIST}
+
+surface-fusion VERB --help shows the flags of a verb, surface-fusion --version the version."""
 
 
 def main(argv: list[str] | None = None) -> int:

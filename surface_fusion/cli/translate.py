@@ -4,19 +4,17 @@ import io
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from surface_fusion.analysis.explain import explain, loaded_pair
 from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import batches_of_lines
-from surface_fusion.models.hub_interface import Hypothesis, TranslationHub
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
 MAX_LINES = 64
@@ -87,18 +85,6 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
     return ModelFiles(path, data, models[0])
 
 
-def translations(
-    hub: TranslationHub, batches: Iterable[list[str]], beam: int
-) -> Iterator[tuple[Tensor, Hypothesis]]:
-    """Yield the token ids of each line of *batches* and its best hypothesis, as ``hub.generate`` does."""
-    first_line = 1
-    for batch in batches:
-        rows = [hub.encode(line.strip()) for line in batch]
-        for row, (best, *_) in zip(rows, hub.generate(rows, beam, first_line=first_line), strict=True):
-            yield row, best
-        first_line += len(batch)
-
-
 def run(argv: Sequence[str]) -> None:
     """Translate standard input."""
     parser = _parser()
@@ -128,11 +114,15 @@ def run(argv: Sequence[str]) -> None:
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
-    batches = batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES)
-    for number, (row, best) in enumerate(translations(hub, batches, args.beam), 1):
-        tokens = best["tokens"].cpu()
-        print(hub.decode(tokens), flush=True)
-        if args.explain and best["score"] > -math.inf:
-            pair = loaded_pair(hub.models[0], hub.task, row, tokens)
-            for line in explain(pair, args.out and args.out / str(number)):
-                print(f"    {line}", flush=True)
+    first_line = 1
+    for batch in batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES):
+        rows = [hub.encode(line.strip()) for line in batch]
+        results = hub.generate(rows, args.beam, first_line=first_line)
+        for number, (row, (best, *_)) in enumerate(zip(rows, results, strict=True), first_line):
+            tokens = best["tokens"].cpu()
+            print(hub.decode(tokens), flush=True)
+            if args.explain and best["score"] > -math.inf:
+                pair = loaded_pair(hub.models[0], hub.task, row, tokens)
+                for line in explain(pair, args.out and args.out / str(number)):
+                    print(f"    {line}", flush=True)
+        first_line += len(batch)

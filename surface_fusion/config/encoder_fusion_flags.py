@@ -115,8 +115,9 @@ class EncoderFusionConfig(TransformerConfig):
         options = options_of(method)
         flags = {}
         if method.__module__.startswith("surface_fusion."):  # others may have names like "attention"
-            flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
-            flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
+            prefix = method.name.replace("-", "_")
+            names = {name: f"{prefix}_{name}" for name in options if hasattr(type(self), f"{prefix}_{name}")}
+            flags = {name: getattr(self, flag) for name, flag in names.items()}
         text = str(self.encoder_fusion_options or "")
         values = _keyword_arguments(text)
         if values is None or not values.keys() <= options.keys() - flags.keys():
@@ -134,7 +135,7 @@ class EncoderFusionConfig(TransformerConfig):
                     f"--encoder-fusion-options {name}={value!r}: give a value of type "
                     f"{type(default).__name__}, such as {default!r}"
                 )
-        return {**options, **{name: getattr(self, flag) for name, flag in flags.items()}}
+        return options | flags
 
 
 def _keyword_arguments(text: str) -> dict[str, Any] | None:

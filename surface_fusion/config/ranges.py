@@ -45,7 +45,7 @@ class Range:
         """Return the error message for a *value* of *flag* that is out of range."""
         if self.fault:
             return f"{flag} {value} {self.fault}"
-        if math.isinf(self.low) and math.isinf(self.high):
+        if math.isinf(self.low):
             valid = "a finite number"
         elif math.isinf(self.high):
             bound = "above" if self.low_excluded else "of at least"
@@ -107,14 +107,13 @@ _GROUPS: tuple[tuple[Range, str], ...] = (
         COUNT_OR_OFF,
         """
         keep_interval_updates keep_interval_updates_pattern keep_last_epochs keep_best_checkpoints patience
-        distributed_port force_anneal warmup_init_lr nwordssrc nwordstgt""",
+        distributed_port force_anneal warmup_init_lr nwordssrc nwordstgt heartbeat_timeout clip_norm""",
     ),
     (
         POSITIVE,
         "adaptive_softmax_factor fp16_init_scale amp_init_scale min_loss_scale threshold_loss_scale "
         "adam_eps temperature block_lr",
     ),
-    (Range(0, special=(-1,)), "heartbeat_timeout clip_norm"),
     (Range(1, special=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
     (Range(0, 1, low_excluded=True, special=(-1,)), "sampling_topp"),
     (

@@ -2,13 +2,11 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import LanguagePairDataset
-from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
 from omegaconf import open_dict
 from torch import Tensor
@@ -16,7 +14,8 @@ from torch import Tensor
 from surface_fusion.compat.hub import fitting, in_order, position_limit
 from surface_fusion.compat.search_options import copy_source_words
 from surface_fusion.config.ranges import check_ranges
-from surface_fusion.errors import SurfaceFusionError, unknown_setting
+from surface_fusion.config.validation import check_names_of_generation
+from surface_fusion.errors import SurfaceFusionError
 
 MAX_TOKENS = 12000
 """Maximum tokens of a batch, the default of ``generate``."""
@@ -187,8 +186,5 @@ class TranslationHub(GeneratorHubInterface):
 
 
 def _check_settings(settings: dict[str, Any], further: Iterable[str] = ()) -> None:
-    known = {*(f.name for f in fields(GenerationConfig)), *further}
-    for name in settings:
-        if name not in known:
-            raise unknown_setting(f"{name} is not a generation setting", name, known)
+    check_names_of_generation(settings, further=further)
     check_ranges(settings)

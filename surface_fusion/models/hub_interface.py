@@ -91,12 +91,9 @@ class TranslationHub(GeneratorHubInterface):
 
         Args:
             tokenized_sentences: one row or several.
-            beam: the beam size.
-            verbose: log each sentence and its translations.
-            *args: as in fairseq.
+            beam, verbose, *args, **kwargs: as in fairseq.
             nbest: number of hypotheses to return per row; None for all.
             first_line: number of the first row in warnings.
-            **kwargs: as in fairseq.
 
         Returns:
             A list of hypotheses per row, the best first. For a single row, its list alone. A row that is not
@@ -157,22 +154,12 @@ class TranslationHub(GeneratorHubInterface):
     ) -> list[list[Hypothesis]]:
         if not source:
             return []
-        pairs: Any = LanguagePairDataset(
-            source,
-            [*map(len, source)],
-            self.src_dict,
-            target,
-            [*map(len, target)],
-            self.tgt_dict,
-            left_pad_source=self.task.cfg.left_pad_source,
-            left_pad_target=self.task.cfg.left_pad_target,
-        )
         generation = copy.deepcopy(self.cfg.generation)
         with open_dict(generation):
             generation.update({**settings, "score_reference": True})
         scorer = self.task.build_generator(self.models, generation)
         batches = self.task.get_batch_iterator(
-            dataset=pairs,
+            dataset=pair_dataset(self.task, source, target),
             max_tokens=max(self.cfg.dataset.max_tokens or 0, *map(len, source), *map(len, target)),
             max_sentences=self.cfg.dataset.batch_size,
             disable_iterator_cache=True,
@@ -183,6 +170,16 @@ class TranslationHub(GeneratorHubInterface):
             scored = self.task.inference_step(scorer, self.models, batch)
             results.update(zip(batch["id"].tolist(), scored, strict=True))
         return [results[i] for i in range(len(source))]
+
+
+def pair_dataset(task: Any, source: list[Tensor], target: list[Tensor]) -> Any:
+    """Return a data set of *task* with rows of token ids that end in ``</s>``, one source for each target."""
+    source_sizes, target_sizes = ([*map(len, rows)] for rows in (source, target))
+    return LanguagePairDataset(
+        *(source, source_sizes, task.source_dictionary, target, target_sizes, task.target_dictionary),
+        left_pad_source=task.cfg.left_pad_source,
+        left_pad_target=task.cfg.left_pad_target,
+    )
 
 
 def _check_settings(settings: dict[str, Any], further: Iterable[str] = ()) -> None:

@@ -20,7 +20,7 @@ from surface_fusion.errors import SurfaceFusionError
 logger = logging.getLogger(__name__)
 
 
-def flag(default: Any, text: str) -> Any:
+def flag(text: str, default: Any = False) -> Any:
     """Return a field that is a flag with the help *text*."""
     return field(default=default, metadata={"help": text})
 
@@ -31,45 +31,38 @@ class EncoderFusionConfig(TransformerConfig):
     """Flags of fairseq's Transformer and of encoder layer fusion."""
 
     encoder_fusion: Optional[str] = flag(
-        None, "how to combine the encoder's layers into what the decoder attends to"
+        "how to combine the encoder's layers into what the decoder attends to", None
     )
     encoder_fusion_options: Optional[str] = flag(
-        None,
         "options of a method that have no flag of their own, as Python's keyword arguments: "
         "KEY=VALUE,KEY=VALUE",
+        None,
     )
-    encoder_fusion_embedding: bool = flag(
-        False, "include the embedding layer in --encoder-fusion, as layer 0"
-    )
+    encoder_fusion_embedding: bool = flag("include the embedding layer in --encoder-fusion, as layer 0")
     no_encoder_fusion_embedding: bool = flag(
-        False,
-        "dlcl, dense: by default every layer also reads the embedding layer; with this flag only "
-        "the first does",
+        "dlcl, dense: by default every layer also reads the embedding layer; with this flag only the first "
+        "does"
     )
-    extra_encoder_layers: int = flag(1, "number of layers that --encoder-fusion extra-layers adds")
-    dwatt_bottleneck: int = flag(0, "width inside dwatt's feed-forward maps; 0: half the encoder's")
-    dwatt_d_pos: int = flag(24, "width of dwatt's layer positions")
-    dwatt_scaling: bool = flag(False, "divide dwatt's scores by the square root of the width")
-    routing_capsules: int = flag(8, "output capsules of routing; must divide the encoder's width")
-    routing_iterations: int = flag(3, "iterations of routing")
+    extra_encoder_layers: int = flag("number of layers that --encoder-fusion extra-layers adds", 1)
+    dwatt_bottleneck: int = flag("width inside dwatt's feed-forward maps; 0: half the encoder's", 0)
+    dwatt_d_pos: int = flag("width of dwatt's layer positions", 24)
+    dwatt_scaling: bool = flag("divide dwatt's scores by the square root of the width")
+    routing_capsules: int = flag("output capsules of routing; must divide the encoder's width", 8)
+    routing_iterations: int = flag("iterations of routing", 3)
     transparent_attention: bool = flag(
-        False, "published name of --encoder-fusion transparent (with --fine-grained-ta: fine-grained)"
+        "published name of --encoder-fusion transparent (with --fine-grained-ta: fine-grained)"
     )
-    fine_grained_ta: bool = flag(False, "one weight for each channel, with --transparent-attention")
-    ta_source_embedding: bool = flag(False, "published name of --encoder-fusion-embedding")
+    fine_grained_ta: bool = flag("one weight for each channel, with --transparent-attention")
+    ta_source_embedding: bool = flag("published name of --encoder-fusion-embedding")
     ta_posedemb: bool = flag(
-        False, "transparent, fine-grained: layer 0 is the encoder's input, embeddings with positions"
+        "transparent, fine-grained: layer 0 is the encoder's input, embeddings with positions"
     )
-    no_ta_embnorm: bool = flag(
-        False, "transparent, fine-grained: no LayerNorm over layer 0 (pre-norm has none)"
-    )
+    no_ta_embnorm: bool = flag("transparent, fine-grained: no LayerNorm over layer 0 (pre-norm has none)")
     ta_ffn: bool = flag(
-        False, "transparent, fine-grained: a feed-forward layer with LayerNorm over all layers' outputs"
+        "transparent, fine-grained: a feed-forward layer with LayerNorm over all layers' outputs"
     )
-    ta_dropout: float = flag(0.1, "transparent, fine-grained: dropout of the weights and of the mix")
-    ta_dropconnect: bool = flag(
-        False, "transparent, fine-grained: drop weights before their softmax (DropConnect)"
-    )
+    ta_dropout: float = flag("transparent, fine-grained: dropout of the weights and of the mix", 0.1)
+    ta_dropconnect: bool = flag("transparent, fine-grained: drop weights before their softmax (DropConnect)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; fairseq would take our ``encoder_fusion...`` fields for fields of *encoder*."""

@@ -36,68 +36,63 @@ class SurfaceFusionConfig(EncoderFusionConfig):
     """Flags of fairseq's Transformer, encoder layer fusion and SurfaceFusion (Liu et al., ICLR 2021)."""
 
     surfacefusion: Optional[SurfaceSource] = flag(  # type: ignore[valid-type]
+        "how the softmax layer reads the source embeddings: att (attention from a decoder layer), mean or "
+        "max (pooled); default: none, a plain Transformer",
         None,
-        "how the softmax layer reads the source embeddings: att (attention from a decoder "
-        "layer), mean or max (pooled); default: none, a plain Transformer",
     )
     attention_dropout: float = flag(
+        "dropout probability for attention weights; default 0.1 with --surfacefusion, as published, "
+        "otherwise the architecture's (0.0); set it explicitly to compare the two",
         0.0,
-        "dropout probability for attention weights; default 0.1 with --surfacefusion, as "
-        "published, otherwise the architecture's (0.0); set it explicitly to compare the two",
     )
     sf_mode: FusionMode = flag(  # type: ignore[valid-type]
-        "hard",
         "how target logits z and surface logits s become one distribution: "
         + "; ".join(f"{name}: {mode.formula}" for name, mode in MODES.items()),
+        "hard",
     )
     sf_gate: float = flag(
+        "weight g of the target branch in hard mode, in (0, 1]; 0 (the default, as published) means a gate "
+        "learned per token",
         0.0,
-        "weight g of the target branch in hard mode, in (0, 1]; 0 (the default, as published) "
-        "means a gate learned per token",
     )
-    sf_softmax_tau: float = flag(1.0, "factor tau on the surface logits in soft, postnorm and postnorm_v1")
+    sf_softmax_tau: float = flag("factor tau on the surface logits in soft, postnorm and postnorm_v1", 1.0)
     sf_renormalize: bool = flag(
-        False,
-        "normalise hard mode, log_softmax(g z + (1-g) s): same greedy choice, one vocabulary "
-        "projection, comparable perplexity (not in the published code)",
+        "normalise hard mode, log_softmax(g z + (1-g) s): same greedy choice, one vocabulary projection, "
+        "comparable perplexity (not in the published code)"
     )
-    sf_linear: bool = flag(False, "apply a linear map to each branch before the output embedding")
+    sf_linear: bool = flag("apply a linear map to each branch before the output embedding")
     sf_ffn: Optional[bool] = flag(
+        "apply one residual feed-forward layer, shared by both branches, before the output embedding (on "
+        "by default, as in every published run)",
         None,
-        "apply one residual feed-forward layer, shared by both branches, before the output "
-        "embedding (on by default, as in every published run)",
     )
-    no_sf_ffn: bool = flag(False, "disable --sf-ffn")
+    no_sf_ffn: bool = flag("disable --sf-ffn")
     sf_no_posedemb: Optional[bool] = flag(
-        None, "read the source embeddings without positions (on by default, as in every published run)"
+        "read the source embeddings without positions (on by default, as in every published run)", None
     )
-    sf_posedemb: bool = flag(
-        False, "read the encoder's input (embeddings with positions) as source embeddings"
-    )
-    sf_attention_heads: int = flag(1, "heads of the surface attention (att)")
+    sf_posedemb: bool = flag("read the encoder's input (embeddings with positions) as source embeddings")
+    sf_attention_heads: int = flag("heads of the surface attention (att)", 1)
     sf_idx: Optional[int] = flag(
+        "decoder layer whose output is the query of the surface attention; 0 is the first, negative "
+        "numbers count from the end; default: the last",
         None,
-        "decoder layer whose output is the query of the surface attention; 0 is the first, "
-        "negative numbers count from the end; default: the last",
     )
     sf_no_detach: bool = flag(
-        False,
-        "let the surface attention's gradient reach the decoder (query) and the encoder (key); "
-        "the published code detaches both",
+        "let the surface attention's gradient reach the decoder (query) and the encoder (key); the "
+        "published code detaches both"
     )
     sf_pool_published: bool = flag(
-        False,
-        "mean/max as published: only source tokens with id >= 50 are pooled, and max is never "
-        "below 0 when any is left out; default: all tokens but padding. Set for published checkpoints",
+        "mean/max as published: only source tokens with id >= 50 are pooled, and max is never below 0 when "
+        "any is left out; default: all tokens but padding. Set for published checkpoints"
     )
     layer_wise_attention: bool = flag(
-        False, "decoder layer i attends to the output of encoder layer i, not of the last"
+        "decoder layer i attends to the output of encoder layer i, not of the last"
     )
-    source_word_dropout: float = flag(0.0, "probability of dropping a source word in training")
-    target_word_dropout: float = flag(0.0, "probability of dropping a target word in training")
-    no_encoder_fnn: bool = flag(False, "remove the feed-forward sublayer of encoder layers")
-    no_decoder_fnn: bool = flag(False, "remove the feed-forward sublayer of decoder layers")
-    sf_plain: bool = flag(False, PLAIN_HELP)
+    source_word_dropout: float = flag("probability of dropping a source word in training", 0.0)
+    target_word_dropout: float = flag("probability of dropping a target word in training", 0.0)
+    no_encoder_fnn: bool = flag("remove the feed-forward sublayer of encoder layers")
+    no_decoder_fnn: bool = flag("remove the feed-forward sublayer of decoder layers")
+    sf_plain: bool = flag(PLAIN_HELP)
 
     def __post_init__(self) -> None:
         # The defaults in fairseq are the section classes: setting a field of one would change all configs.

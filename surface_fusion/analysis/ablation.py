@@ -69,12 +69,11 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablation
     if fusion is None or not fusion.silenceable:
         silenceable = (name for name, method in methods().items() if method.silenceable)
         raise loaded.inapplicable("can leave out a layer", silenceable, "can")
-    states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
-    first = loaded.encoder_layers - states + 1
-    rows = []
-    for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):
-        layer = "none" if state is None else "Emb" if first + state == 0 else str(first + state)
-        with contextlib.nullcontext() if state is None else silenced(fusion, state):
+    layers = ["Emb"] if loaded.setting("encoder_fusion_embedding") else []
+    layers += [str(n) for n in range(1, loaded.model.cfg.encoder.layers + 1)]
+    rows = [Ablation("none", *translate(loaded, beam, post_process))]
+    for state, layer in enumerate(tqdm(layers, desc="layers silenced", unit="pass")):
+        with silenced(fusion, state):
             rows.append(Ablation(layer, *translate(loaded, beam, post_process)))
     return rows
 

@@ -17,14 +17,7 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class Alignment(NamedTuple):
-    """One attention over a sentence pair.
-
-    Attributes:
-        name: ``surface`` or ``decoder``.
-        weights: T x S.
-        source: the S source tokens.
-        target: the T target tokens.
-    """
+    """An attention, ``surface`` or ``decoder``: *weights*, T x S, of T target to S source tokens."""
 
     name: str
     weights: Tensor

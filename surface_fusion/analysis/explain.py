@@ -16,13 +16,7 @@ DECIDES, COPIES = "*", "="
 
 
 def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded:
-    """Return a data set of one sentence and its translation.
-
-    Args:
-        model: a SurfaceFusion model or plain Transformer.
-        task: its translation task; the data set is added to it as split ``typed``.
-        source, target: token ids that end in ``</s>``.
-    """
+    """Add a sentence and its translation, ids that end in ``</s>``, to *task* as split ``typed``."""
     task.datasets["typed"] = pair_dataset(task, [source], [target])
     return Loaded(model, task, "typed")
 

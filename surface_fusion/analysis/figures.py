@@ -81,10 +81,8 @@ def heat_map(
 
     Args:
         values: a list per row.
-        rows: names of the rows. If not all fit, only every n-th is drawn. Not parsed as markup.
-        columns: names of the columns, drawn like those of the rows.
-        row_label: label of the vertical axis.
-        column_label: label of the horizontal axis.
+        rows, columns: names. If not all fit, only every n-th is drawn. Not parsed as markup.
+        row_label, column_label: labels of the axes.
         title: title of the figure.
         numbers: whether to write the values into the cells.
     """

@@ -25,30 +25,27 @@ VERBS = {
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         "analyse",
+        "VERB CHECKPOINT DATA -o DIR [flags]",
         description="Writes PNG, SVG and CSV files, and report.html with everything in the folder. "
         + " ".join(f"{verb}: {summary}." for verb, summary in VERBS.items()),
-        usage="surface-fusion analyse VERB CHECKPOINT DATA -o DIR [flags]",
     )
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("data", metavar="DATA", help="data folder written by preprocess")
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", type=Path, help="output folder")
-    parser.add_argument("--split", default="test", help="split of the data; default: test")
-    parser.add_argument("--beam", type=int, default=4, metavar="N", help="ablate: beam size; default: 4")
-    parser.add_argument(
+    add = parser.add_argument
+    add("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
+    add("checkpoint", metavar="CHECKPOINT")
+    add("data", metavar="DATA", help="data folder written by preprocess")
+    add("-o", "--output", required=True, metavar="DIR", type=Path, help="output folder")
+    add("--split", default="test", help="split of the data; default: test")
+    add("--beam", type=int, default=4, metavar="N", help="ablate: beam size; default: 4")
+    add(
         "--remove-bpe",
         nargs="?",
         const="@@ ",
         metavar="SYMBOL",
         help="ablate: how to join subwords, as in generate (default: detected from the dictionary)",
     )
-    parser.add_argument(
-        "--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries"
-    )
-    parser.add_argument(
-        "--sentence", type=int, default=0, metavar="I", help="align: index of the sentence; default: 0"
-    )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
+    add("--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries")
+    add("--sentence", type=int, default=0, metavar="I", help="align: index of the sentence; default: 0")
+    add("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
     add_user_dir_flag(parser)
     return parser

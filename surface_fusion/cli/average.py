@@ -14,10 +14,10 @@ from surface_fusion.io.atomic_write import atomic_write
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         "average",
+        "CHECKPOINT ... -o OUT",
+        "(--last | --last-updates) N DIR -o OUT",
         description="Averages parameters in float64 and writes a checkpoint for generate, without optimizer "
         "state.",
-        usage="surface-fusion average CHECKPOINT ... -o OUT\n"
-        "       surface-fusion average (--last | --last-updates) N DIR -o OUT",
     )
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="checkpoints of one model")
     parser.add_argument("-o", "--output", required=True, metavar="OUT", help="output file")

@@ -4,11 +4,10 @@ import argparse
 import contextlib
 import functools
 import importlib
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from fairseq import options
 from fairseq.distributed import utils as distributed_utils
@@ -150,28 +149,22 @@ def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
         add_trust_flag(group)
 
 
-def print_help(verb: str, argv: Sequence[str]) -> None:
-    """Print fairseq's help, with the flags of the chosen architecture and task, and ours.
-
-    Raises:
-        SystemExit: always.
-    """
+def print_help(verb: str, argv: Sequence[str]) -> NoReturn:
+    """Print fairseq's help, with the flags of the chosen architecture and task, and ours; then exit."""
     spec = VERBS[verb]
     parser = spec.parser()
     parser.usage = f"surface-fusion {verb} {spec.usage}"
     parser.description = f"{SUMMARIES[verb]}: fairseq-{verb} with surface-fusion loaded"
 
-    def print_and_exit() -> None:
+    def print_and_exit(*_: Any) -> NoReturn:
         add_our_flags(parser, spec)
         parser.print_help()
         parser.exit()
 
     if spec.uses_model:
         # fairseq calls modify_parser twice: before and after adding the flags of architecture and task.
-        calls = itertools.count()
-        options.parse_args_and_arch(
-            parser, argv, modify_parser=lambda _: print_and_exit() if next(calls) else None
-        )
+        steps = iter((lambda _: None, print_and_exit))
+        options.parse_args_and_arch(parser, argv, modify_parser=lambda parser: next(steps)(parser))
     print_and_exit()
 
 
@@ -197,12 +190,7 @@ class _SpawnableMain:
         self.set_up()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the command.
-
-        Raises:
-            SurfaceFusionError: a user error in a spawned process. The parent receives the text of its
-                traceback, see ``user_errors.CHILD_ERROR``.
-        """
+        """Run the command; the parent of a spawned process reads the traceback (user_errors.CHILD_ERROR)."""
         try:
             self.main(*args, **kwargs)
         except Exception as exception:

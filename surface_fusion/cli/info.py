@@ -35,9 +35,7 @@ BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 def run(argv: Sequence[str]) -> None:
     """Print a description of a checkpoint, or the versions."""
-    parser = OneLineParser(
-        "info", description=SUMMARIES["info"], usage="surface-fusion info [CHECKPOINT] [--json]"
-    )
+    parser = OneLineParser("info", "[CHECKPOINT] [--json]", description=SUMMARIES["info"])
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust_flag(parser)
@@ -51,9 +49,8 @@ def run(argv: Sequence[str]) -> None:
         print(json.dumps(facts))
         return
     if files := facts.get("averaged"):
-        facts["averaged"] = (
-            f"of {len(files)} files, {', '.join(files)}; updates and best loss are those of the last"
-        )
+        names = ", ".join(files)
+        facts["averaged"] = f"of {len(files)} files, {names}; updates and best loss are those of the last"
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):<{width}}  {_formatted(value)}")

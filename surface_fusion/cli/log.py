@@ -8,8 +8,6 @@ from typing import TextIO
 
 from omegaconf import DictConfig
 
-LOG_FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
-
 
 def shorten_configuration(record: logging.LogRecord) -> bool:
     """Replace the configuration that fairseq logs at each start (20,000 characters) by one short line."""
@@ -51,7 +49,8 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
         if type(handler) in (logging.StreamHandler, LogHandler):
             root.removeHandler(handler)
     handler = LogHandler(getattr(sys, stream_name))
-    handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    line = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
+    handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     if verb == "interactive":  # logs four lines about batching per sentence

@@ -15,11 +15,12 @@ from surface_fusion.io.lines import read_lines
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         "score",
+        "--hyp FILE --ref FILE ... [flags]",
+        "--generate-output FILE [--ref FILE ...] [flags]",
         description="Computes scores with sacreBLEU and prints their signatures: sacreBLEU (13a) and chrF on "
         "plain text, tokenised BLEU on the space-separated tokens as given.",
-        usage="surface-fusion score --hyp FILE --ref FILE ... [flags]\n"
-        "       surface-fusion score --generate-output FILE [--ref FILE ...] [flags]",
     )
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hyp", metavar="FILE", help="translations, one per line")
     source.add_argument(
@@ -28,24 +29,24 @@ def _parser() -> OneLineParser:
         help="output of generate: tokenised BLEU of its H- lines against its T- lines, and with --ref "
         "sacreBLEU and chrF of its D- lines",
     )
-    parser.add_argument(
+    add(
         "--ref",
         metavar="FILE",
         action="append",
         help="raw references, one per line; repeat the flag for several references per line",
     )
-    parser.add_argument(
+    add(
         "--skipped-as-empty",
         action="store_true",
         help="with --generate-output: score sentences that generate skipped as empty translations",
     )
-    parser.add_argument(
+    add(
         "--romanian",
         action="store_true",
         help="also score both sides with comma-below instead of cedilla letters, and without diacritics",
     )
-    parser.add_argument("--lang", metavar="CODE", help="target language; ro means --romanian")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--lang", metavar="CODE", help="target language; ro means --romanian")
+    add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -104,11 +105,7 @@ def _report_on_generate(
 
 
 def _read_references(paths: list[str]) -> list[list[str]]:
-    """Read the lines of each file.
-
-    Raises:
-        SurfaceFusionError: the files have different numbers of lines.
-    """
+    """Read the lines of each file; the files must have the same number of lines."""
     references = [read_lines(path) for path in paths]
     for path, lines in zip(paths, references, strict=True):
         if len(lines) != len(references[0]):
@@ -120,11 +117,7 @@ def _read_references(paths: list[str]) -> list[list[str]]:
 
 
 def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) -> list[int]:
-    """Return the indices of sentences without a translation.
-
-    Raises:
-        SurfaceFusionError: there are some without ``--skipped-as-empty``, or the numbers of lines differ.
-    """
+    """Return the indices of sentences without a translation, which only ``--skipped-as-empty`` accepts."""
     skipped = sorted(set(range(references)) - set(output.ids))
     if len(output.ids) + len(skipped) != references or (skipped and not as_empty):
         without = f", without {_listed(skipped)} (--skipped-as-empty scores them as empty)" if skipped else ""

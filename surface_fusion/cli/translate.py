@@ -24,30 +24,29 @@ MAX_LINES = 64
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         "translate",
+        "MODEL_DIR [flags] < TEXT",
         description="Translates each line of standard input to a line of standard output. MODEL_DIR (or its "
         "subfolders checkpoints, data-bin, pieces) holds checkpoint_best.pt or checkpoint_last.pt, the two "
         "dict.*.txt, and the sentencepiece model *.model used to segment the training text.",
-        usage="surface-fusion translate MODEL_DIR [flags] < TEXT",
     )
-    parser.add_argument(
-        "folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo"
-    )
-    parser.add_argument("--checkpoint", metavar="NAME", help="name of another checkpoint in the folder")
-    parser.add_argument("--beam", type=int, default=4, metavar="N", help="beam size; default: 4")
-    parser.add_argument(
+    add = parser.add_argument
+    add("folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo")
+    add("--checkpoint", metavar="NAME", help="name of another checkpoint in the folder")
+    add("--beam", type=int, default=4, metavar="N", help="beam size; default: 4")
+    add(
         "--explain",
         action="store_true",
         help="print a table below each translation: the prediction of each branch for each token, and the "
         "source token with the most attention",
     )
-    parser.add_argument(
+    add(
         "-o",
         "--out",
         type=Path,
         metavar="DIR",
         help="--explain: also write tables and heat maps, DIR/1 for line 1",
     )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
+    add("--cpu", action="store_true", help="use the CPU even if a GPU is available")
     add_trust_flag(parser)
     add_user_dir_flag(parser)
     return parser

@@ -15,10 +15,15 @@ CHILD_ERROR = re.compile(
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """The parser of *verb*; raises :class:`SurfaceFusionError`. An option may have one value only."""
+    """The parser of *verb*, which any of *usages* follows; raises :class:`SurfaceFusionError`.
 
-    def __init__(self, verb: str, **kwargs: Any) -> None:
-        super().__init__(prog=f"surface-fusion {verb}", allow_abbrev=False, **kwargs)
+    An option may have one value only.
+    """
+
+    def __init__(self, verb: str, *usages: str, **kwargs: Any) -> None:
+        prog = f"surface-fusion {verb}"
+        usage = "\n       ".join(f"{prog} {usage}" for usage in usages)
+        super().__init__(prog=prog, usage=usage, allow_abbrev=False, **kwargs)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 

@@ -80,24 +80,16 @@ def _model_faults(cfg: Any) -> Iterator[str]:
 
 
 def _encoder_fusion_faults(cfg: Any) -> Iterator[str]:
-    name, method = cfg.encoder_fusion, cfg.fusion_method
-    if name is None:
+    method, given = cfg.fusion_method, f"--encoder-fusion {cfg.encoder_fusion}"
+    if cfg.encoder_fusion is None:
         return
     if method is None:
-        yield (
-            f"--encoder-fusion {name}: unknown, choose one of {', '.join(methods())}, or import the module "
-            "that registers it (--user-dir)"
-        )
+        known = ", ".join(methods())
+        yield f"{given}: unknown, choose one of {known}, or import the module that registers it (--user-dir)"
     if cfg.no_cross_attention:
-        yield (
-            f"--encoder-fusion {name} is for a decoder that attends to the encoder; leave out "
-            "--no-cross-attention"
-        )
+        yield f"{given} is for a decoder that attends to the encoder; leave out --no-cross-attention"
     if cfg.layer_wise_attention:
-        yield (
-            f"--layer-wise-attention and --encoder-fusion {name} both say what the decoder attends to; leave "
-            "one out"
-        )
+        yield f"--layer-wise-attention and {given} both say what the decoder attends to; leave one out"
     if method.adds_layers and cfg.extra_encoder_layers < 1:
         yield f"--extra-encoder-layers {cfg.extra_encoder_layers} adds nothing; give 1 or more"
     try:
@@ -106,7 +98,7 @@ def _encoder_fusion_faults(cfg: Any) -> Iterator[str]:
         yield str(error)
     for stack in ("encoder", "decoder"):
         if getattr(cfg, stack).layers < 1:
-            yield f"--encoder-fusion {name} needs {stack} layers, got none"
+            yield f"{given} needs {stack} layers, got none"
 
 
 def _surface_fusion_faults(cfg: Any) -> Iterator[str]:

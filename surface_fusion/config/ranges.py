@@ -40,10 +40,8 @@ class Range:
         """Return the error message for a *value* of *flag* that is out of range."""
         if self.fault:
             return f"{flag} {value} {self.fault}"
-        above, below = (
-            ("(" if self.low in self.excluded else "["),
-            (")" if self.high in self.excluded else "]"),
-        )
+        above = "(" if self.low in self.excluded else "["
+        below = ")" if self.high in self.excluded else "]"
         if math.isinf(self.low):
             valid = "a finite number"
         elif math.isinf(self.high):
@@ -108,10 +106,7 @@ RANGES = {name: valid for valid, names in _NAMES.items() for name in names.split
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Check numbers against the ranges of their flags.
-
-    Args:
-        values: values by name; lists are checked element by element.
+    """Check the numbers among *values*, and in lists among them, against the ranges of their flags.
 
     Raises:
         SurfaceFusionError: a number is out of range; names the flag, the value and the range.

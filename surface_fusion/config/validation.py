@@ -61,12 +61,9 @@ def _parse(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def check_best_metric(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that validation logs the metric of ``--best-checkpoint-metric``.
+    """Check that validation logs the metric of ``--best-checkpoint-metric`` in fairseq's configuration.
 
     Tasks that log metrics of their own, and criteria other than :data:`CRITERIONS`, are not checked.
-
-    Args:
-        sections: fairseq's configuration.
 
     Raises:
         SurfaceFusionError: the metric is not logged.

@@ -72,12 +72,9 @@ def _means(sums: dict[str, Tensor], count: int, last: dict[str, Tensor]) -> dict
 
 
 def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
-    """Return the paths of the last *count* checkpoints in *folder*, oldest first.
+    """Return the paths of the last *count* checkpoints in *folder*, a ``--save-dir``, oldest first.
 
-    Args:
-        folder: a training's ``--save-dir``.
-        count: number of checkpoints.
-        by_update: whether to use those of ``--save-interval-updates``; otherwise those of epochs.
+    They are those of epochs; if *by_update*, those of ``--save-interval-updates``.
 
     Raises:
         SurfaceFusionError: *folder* does not exist or holds fewer than *count* of them.

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
@@ -72,9 +73,8 @@ def score_tokens(hypotheses: Sequence[str], references: References, romanian: bo
 def _scores(
     metrics: dict[str, BLEU | CHRF], hypotheses: Sequence[str], references: References, romanian: bool
 ) -> list[Score]:
-    reference_lists = [[line for line in references if isinstance(line, str)]]
-    if len(reference_lists[0]) != len(references):
-        reference_lists = [[*lines] for lines in references]
+    single = all(isinstance(lines, str) for lines in references)
+    reference_lists: Any = [references] if single else references
     for lines in reference_lists:
         if len(hypotheses) != len(lines):
             raise SurfaceFusionError(

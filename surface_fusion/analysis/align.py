@@ -39,23 +39,19 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
         )
     device = next(loaded.model.parameters()).device
     inputs = dataset.collater([dataset[sentence]])
-    target = inputs["target"][0]
     net = {name: x.to(device) for name, x in inputs["net_input"].items() if isinstance(x, Tensor)}
-    decoder: Any = loaded.model.decoder
-    alignments: list[Alignment] = []
-    surface: Any = getattr(decoder, "sf_attn", None)
+    surface: Any = getattr(loaded.model.decoder, "sf_attn", None)
     calls: list[Any] = []
     with surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else nullcontext():
-        extra = loaded.model(**net)[1]
-    source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
-    words = [loaded.task.target_dictionary[i] for i in target.tolist()]
-    for query, key, _, mask, *_ in calls:
-        weights = surface.weights(query, key, mask)[0].mean(0)
-        alignments.append(Alignment("surface", weights.cpu(), source, words))
-    cross_attention = extra["attn"][0]
+        cross_attention = loaded.model(**net)[1]["attn"][0]
+    attentions = [
+        ("surface", surface.weights(query, key, mask)[0].mean(0)) for query, key, _, mask, *_ in calls
+    ]
     if cross_attention is not None:
-        alignments.append(Alignment("decoder", cross_attention[0].float().cpu(), source, words))
-    return alignments
+        attentions.append(("decoder", cross_attention[0].float()))
+    source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
+    target = [loaded.task.target_dictionary[i] for i in inputs["target"][0].tolist()]
+    return [Alignment(name, weights.cpu(), source, target) for name, weights in attentions]
 
 
 def draw(loaded: Loaded, out: Path, sentence: int) -> list[Path]:

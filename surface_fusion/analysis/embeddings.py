@@ -23,8 +23,7 @@ from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.data.subwords import without_marks
 
 SIDES = ("source", "target")
-DRAWN = 300
-"""Number of words of each side in the scatter plot."""
+DRAWN = 300  # words of each side in the scatter plot
 NEIGHBOURS = 5
 
 

@@ -11,10 +11,8 @@ from typing import Any
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import atomic_write, write_text
 
-MAX_INCHES = 60
-"""Maximum width and height of a figure."""
-LABEL_INCHES = 0.18
-"""Size of the label of a row or column."""
+MAX_INCHES = 60  # maximum width and height of a figure
+LABEL_INCHES = 0.18  # size of the label of a row or column
 
 
 def pyplot() -> Any:

@@ -29,25 +29,16 @@ from surface_fusion.training.notices import log_before_first_batch
 
 @dataclass(frozen=True)
 class FairseqVerb:
-    """One of fairseq's commands.
+    """One of fairseq's commands."""
 
-    Attributes:
-        usage: what follows the verb on the command line.
-        parser: builds fairseq's parser of its flags.
-        replacements: the context managers in which the command runs, a function of its module and flags.
-        log_to: ``stdout`` if the log is the result, ``stderr`` if translations are written to stdout.
-        uses_model: whether it takes ``--trust-checkpoint`` and the flags of an architecture and a task.
-        needs_path: whether it cannot run without ``--path``.
-        defaults: flags prepended to the user's, which take precedence.
-    """
-
-    usage: str
-    parser: Callable[[], argparse.ArgumentParser]
+    usage: str  # what follows the verb on the command line
+    parser: Callable[[], argparse.ArgumentParser]  # makes fairseq's parser
+    # The context managers in which the command runs, made from its module and flags.
     replacements: Callable[[Any, Sequence[str]], Iterable[contextlib.AbstractContextManager[None]]]
-    log_to: str = "stderr"
-    uses_model: bool = True
-    needs_path: bool = True
-    defaults: tuple[str, ...] = ()
+    log_to: str = "stderr"  # or "stdout", if the log is the result and not translations
+    uses_model: bool = True  # takes --trust-checkpoint and the flags of an architecture and a task
+    needs_path: bool = True  # cannot run without --path
+    defaults: tuple[str, ...] = ()  # flags prepended to the user's, which take precedence
 
 
 @contextlib.contextmanager
@@ -130,7 +121,12 @@ def run(verb: str, argv: Sequence[str]) -> None:
         set_up = functools.partial(set_up_logging, verb, spec.log_to, args.show_config)
         set_up()
         command = importlib.import_module(f"fairseq_cli.{verb}")
-        call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
+        fairseqs_call_main = distributed_utils.call_main
+
+        def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
+            check_config(cfg)
+            fairseqs_call_main(cfg, _SpawnableMain(set_up, main), **kwargs)
+
         enter(replaced(distributed_utils, "call_main", call_main))
         enter(replaced(sys, "argv", [f"surface-fusion {verb}", "--user-dir", user_dir, *fairseq_argv]))
         enter(trusted_checkpoints(getattr(args, "trust_checkpoint", False)))
@@ -166,14 +162,6 @@ def print_help(verb: str, argv: Sequence[str]) -> NoReturn:
         steps = iter((lambda _: None, print_and_exit))
         options.parse_args_and_arch(parser, argv, modify_parser=lambda parser: next(steps)(parser))
     print_and_exit()
-
-
-def _call_main(
-    call: Callable[..., None], set_up: Callable[[], None], cfg: Any, main: Any, **kwargs: Any
-) -> None:
-    """fairseq's ``call_main``; checks the settings first."""
-    check_config(cfg)
-    call(cfg, _SpawnableMain(set_up, main), **kwargs)
 
 
 @dataclass

@@ -138,14 +138,13 @@ def _metric(cfg: Any) -> str:
     name = cfg.checkpoint.best_checkpoint_metric
     if name not in LOSSES_IN_BITS:
         return f"validation {name}"
-    per_sentence = name == "loss" and cfg.optimization.sentence_avg
+    unit = "sentence" if name == "loss" and cfg.optimization.sentence_avg else "token"
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
-    unit = f"bits per {'sentence' if per_sentence else 'token'}"
-    smoothing = ", with label smoothing" if smoothed else ""
     flags = _complete(cfg.model)
     unnormalised = flags is not None and flags.unnormalised and name != "normalized_nll_loss"
+    smoothing = ", with label smoothing" if smoothed else ""
     hard_fusion = ", of hard fusion's probabilities, which sum to less than 1" if unnormalised else ""
-    return f"validation {name}, {unit}{smoothing}{hard_fusion}"
+    return f"validation {name}, bits per {unit}{smoothing}{hard_fusion}"
 
 
 def _languages(task: Any) -> str:

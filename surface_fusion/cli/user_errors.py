@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import traceback
 from typing import Any, NoReturn
 
 from surface_fusion.errors import SurfaceFusionError, shorten
@@ -12,6 +13,19 @@ from surface_fusion.io.atomic_write import NO_SPACE
 CHILD_ERROR = re.compile(
     rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
 )
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Raise *message* as one line; a list of choices above 300 characters is replaced by the closest ones.
+
+    Raises:
+        SurfaceFusionError: always.
+    """
+    if long_choice := re.search(r"invalid choice: '(.*?)'( \(choose from (.{300,})\))$", message):
+        chosen, listed, choices = long_choice.groups()
+        close = difflib.get_close_matches(chosen, re.findall(r"[^\s,']+", choices), n=3)
+        message = message.replace(listed, f", did you mean {' or '.join(close)}?" if close else "")
+    raise SurfaceFusionError(f"{message} (see {parser.prog} --help)")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,9 +41,7 @@ class OneLineParser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and exiting."""
-        refuse(self, message)
+    error = refuse
 
 
 class _StoreOnce(argparse._StoreAction):
@@ -43,19 +55,6 @@ class _StoreOnce(argparse._StoreAction):
         first = first_values.setdefault(self.dest, values)
         if first != values:
             refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
-
-
-def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Raise *message* as one line; a list of choices above 300 characters is replaced by the closest ones.
-
-    Raises:
-        SurfaceFusionError: always.
-    """
-    if long_choice := re.search(r"invalid choice: '(.*?)'( \(choose from (.{300,})\))$", message):
-        chosen, listed, choices = long_choice.groups()
-        close = difflib.get_close_matches(chosen, re.findall(r"[^\s,']+", choices), n=3)
-        message = message.replace(listed, f", did you mean {' or '.join(close)}?" if close else "")
-    raise SurfaceFusionError(f"{message} (see {parser.prog} --help)")
 
 
 def user_line(exception: BaseException) -> str | None:
@@ -100,17 +99,14 @@ def _known_line(exception: BaseException) -> str | None:
         # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package, and by
         # assertions and ValueErrors that name a flag or come from its distributed module ("world size is 2
         # but have 0 available devices").
-        if type(exception) in (Exception, OSError, ImportError):
-            return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
-        if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
+        reported = isinstance(exception, (AssertionError, ValueError)) and names_a_flag
+        if reported or type(exception) in (Exception, OSError, ImportError):
             return text
     return None
 
 
 def _raising_module(exception: BaseException) -> str:
     """Return the name of the module that raised *exception*."""
-    trace = exception.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")) if frames else ""

@@ -134,14 +134,12 @@ class EncoderFusionConfig(TransformerConfig):
 def _keyword_arguments(text: str) -> dict[str, Any] | None:
     """Parse ``a=1,b=word`` as the keyword arguments of a call, literals and words; None if it is not that."""
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
+        call: Any = ast.parse(f"f({text})", mode="eval").body
         values = {str(k.arg): k.value for k in call.keywords}
-        if len(values) < len(call.keywords):  # a key is given twice
+        if call.args or len(values) < len(call.keywords):  # a key is given twice
             return None
         return {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in values.items()}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         return None
 
 

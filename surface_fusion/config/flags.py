@@ -153,20 +153,15 @@ class SurfaceFusionConfig(EncoderFusionConfig):
             SurfaceFusionError: a value is invalid; the message says what to change.
         """
         if isinstance(args, DictConfig):
-            cls._check_keys(args)
+            known = {"_name", *SECTIONS, *cls().by_flag()}
+            for key in map(str, args):
+                if key not in known:
+                    fault = f"model.{key} in the YAML config is not an option of this model"
+                    raise unknown_setting(fault, key, known)
         cfg: SurfaceFusionConfig = super().from_namespace(args)
         cfg.decoder.output_dim = int(cfg.decoder.output_dim)  # the command line leaves it a string
         check_model(cfg)
         return cfg
-
-    @classmethod
-    def _check_keys(cls, yaml: DictConfig) -> None:
-        """Reject a misspelt YAML key, as the command line rejects a misspelt flag."""
-        known = {"_name", *SECTIONS, *cls().by_flag()}
-        for key in map(str, yaml):
-            if key not in known:
-                fault = f"model.{key} in the YAML config is not an option of this model"
-                raise unknown_setting(fault, key, known)
 
 
 def config_of(model: Any) -> SurfaceFusionConfig | None:

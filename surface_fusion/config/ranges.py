@@ -18,19 +18,13 @@ from surface_fusion.errors import SurfaceFusionError
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from *low* to *high*.
-
-    Attributes:
-        excluded: bounds that are invalid.
-        special: further valid values.
-        fault: the message's text after the value; by default it states the range.
-    """
+    """Finite numbers from *low* to *high*."""
 
     low: float = -math.inf
     high: float = math.inf
-    excluded: tuple[float, ...] = ()
-    special: tuple[float, ...] = ()
-    fault: str = ""
+    excluded: tuple[float, ...] = ()  # bounds that are invalid
+    special: tuple[float, ...] = ()  # further valid values
+    fault: str = ""  # the message's text after the value; by default it states the range
 
     def __contains__(self, value: float) -> bool:
         inside = math.isfinite(value) and self.low <= value <= self.high and value not in self.excluded

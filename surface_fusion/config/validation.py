@@ -44,9 +44,8 @@ def eval_bleu_args(task: Mapping[str, Any]) -> dict[str, Any]:
     _parse("--eval-bleu-detok-args", task.get("eval_bleu_detok_args"))
     tokenizer, tokenizers = task.get("eval_bleu_detok"), REGISTRIES["tokenizer"]["registry"]
     if tokenizer not in tokenizers:
-        raise SurfaceFusionError(
-            f"--eval-bleu-detok {tokenizer}: choose one of {', '.join(sorted(tokenizers))}"
-        )
+        known = ", ".join(sorted(tokenizers))
+        raise SurfaceFusionError(f"--eval-bleu-detok {tokenizer}: choose one of {known}")
     return given
 
 

@@ -132,16 +132,15 @@ class TranslationHub(GeneratorHubInterface):
                 out of range.
         """
         _check_settings(kwargs)
+        given = [translations] if isinstance(translations, str) else translations or []
         if isinstance(sentences, str):
-            pair = [translations] if isinstance(translations, str) else translations
-            return self.score([sentences], pair, **kwargs)[0]
-        if translations is None or isinstance(translations, str) or len(translations) != len(sentences):
-            count = 1 if isinstance(translations, str) else len(translations or ())
+            return self.score([sentences], given, **kwargs)[0]
+        if isinstance(translations, str) or len(given) != len(sentences):
             raise SurfaceFusionError(
-                f"score: {len(sentences)} sentences but {count} translations; give one for each sentence"
+                f"score: {len(sentences)} sentences but {len(given)} translations; give one for each sentence"
             )
         source = [self.encode(sentence) for sentence in sentences]
-        pieces = [self.apply_bpe(self.tokenize(translation)) for translation in translations]
+        pieces = [self.apply_bpe(self.tokenize(translation)) for translation in given]
         target = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in pieces]
         limits = self.max_positions
         source_fits = set(fitting(source, position_limit(limits, "source")))

@@ -25,8 +25,7 @@ CEDILLA_TO_COMMA = str.maketrans("şţŞŢ", "șțȘȚ")
 BPE_MARKS = re.compile("@@( |$)|\u2581")
 ESCAPES = re.compile("&(apos|quot|amp|#124|#91|#93);|@-@")
 
-References = Sequence[str] | Sequence[Sequence[str]]
-"""One reference for each sentence, or several lists of them."""
+References = Sequence[str] | Sequence[Sequence[str]]  # one for each sentence, or several lists of them
 
 
 @dataclass(frozen=True)

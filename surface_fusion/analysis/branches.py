@@ -19,8 +19,6 @@ from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.distributions import log_softmax
 
-BRANCHES = ("fused", "target", "surface")
-
 
 class Token(NamedTuple):
     """One target token; words are ids, probabilities are those of the reference token."""
@@ -52,10 +50,9 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
     branches: list[tuple[Tensor, Tensor]] = []
     fuse = decoder._fuse
 
-    def recording_fuse(h: Tensor, r: Tensor) -> Tensor:
+    def recording_fuse(h: Tensor, r: Tensor) -> Any:
         branches.append((h, r))
-        fused: Tensor = fuse(h, r)
-        return fused
+        return fuse(h, r)
 
     source_ids = _source_ids(loaded.task.source_dictionary, loaded.task.target_dictionary)
     decoder._fuse = recording_fuse
@@ -115,7 +112,7 @@ def summary(all_tokens: list[Token]) -> dict[str, float]:
         **({"gate": sum(gates) / len(gates)} if gates else {}),
         **{
             f"right_{branch}": sum(getattr(token, branch) == token.reference for token in all_tokens) / count
-            for branch in BRANCHES
+            for branch in ("fused", "target", "surface")
         },
     }
 

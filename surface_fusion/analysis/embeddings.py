@@ -63,8 +63,7 @@ def neighbours(
     """Find the rows of *target* with the largest cosine to each row of *source*.
 
     Args:
-        source: embeddings, S x C.
-        target: embeddings, T x C.
+        source, target: embeddings, S x C and T x C.
         count: number of neighbours per row, at most T.
         excluded: S x T, True for pairs that are not neighbours; their cosine is -inf.
 

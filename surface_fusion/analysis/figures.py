@@ -34,17 +34,13 @@ def pyplot() -> Any:
 def save_figure(figure: Any, stem: Path) -> list[Path]:
     """Write *figure* to ``stem.png`` and ``stem.svg``, and close it."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for suffix in ("png", "svg"):
-        path = stem.with_name(f"{stem.name}.{suffix}")
-        metadata = {"Date": None} if suffix == "svg" else None
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
+    for path, metadata in zip(paths, (None, {"Date": None}), strict=True):
         with warnings.catch_warnings(), atomic_write(path) as file:
             # A character that the font lacks is drawn as a box; the table contains it.
-            warnings.filterwarnings(
-                "ignore", r"(?s)(Glyph|Matplotlib currently does not support)", UserWarning
-            )
-            figure.savefig(file, format=suffix, dpi=150, metadata=metadata)
-        paths.append(path)
+            unknown_character = r"(?s)(Glyph|Matplotlib currently does not support)"
+            warnings.filterwarnings("ignore", unknown_character, UserWarning)
+            figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)
     pyplot().close(figure)
     return paths
 

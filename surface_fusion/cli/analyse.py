@@ -8,7 +8,7 @@ from surface_fusion.analysis import ablation, align, branches, embeddings, layer
 from surface_fusion.analysis.figures import pyplot
 from surface_fusion.analysis.loaded import load
 from surface_fusion.analysis.report import write_report
-from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_checkpoint_flags, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 
@@ -46,8 +46,7 @@ def _parser() -> OneLineParser:
     add("--against", metavar="CHECKPOINT", help="embeddings: another model with the same dictionaries")
     add("--sentence", type=int, default=0, metavar="I", help="align: index of the sentence; default: 0")
     add("--cpu", action="store_true", help="use the CPU even if a GPU is available")
-    add_trust_flag(parser)
-    add_user_dir_flag(parser)
+    add_checkpoint_flags(parser)
     return parser
 
 
@@ -55,6 +54,7 @@ def run(argv: Sequence[str]) -> None:
     """Run the analyses and print the paths of the files that they write."""
     parser = _parser()
     args = parser.parse_args(argv)
+    import_user_dir(args.user_dir)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
     pyplot()  # raises if matplotlib is missing: before the analyses, which take long

@@ -40,20 +40,14 @@ def trusted_checkpoints(trust: bool) -> Iterator[None]:
             del os.environ[TRUST_VARIABLE]
 
 
-def add_user_dir_flag(parser: Any) -> None:
-    """Add ``--user-dir`` to a verb that is not fairseq's; the folder is imported when the flag is parsed."""
+def add_checkpoint_flags(parser: Any) -> None:
+    """Add ``--trust-checkpoint`` and, for :func:`import_user_dir`, ``--user-dir``."""
+    add_trust_flag(parser)
     parser.add_argument(
         "--user-dir",
-        action=_ImportUserDir,
         metavar="DIR",
         help="folder of Python code to import first, for example to register the checkpoint's method",
     )
-
-
-class _ImportUserDir(argparse.Action):
-    # A type function would not do: argparse rewords the ValueErrors of those.
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        import_user_dir(values)
 
 
 def import_user_dir(folder: str | None) -> str:
@@ -67,7 +61,6 @@ def import_user_dir(folder: str | None) -> str:
     try:
         utils.import_user_module(argparse.Namespace(user_dir=folder))
     except FileNotFoundError as error:
-        raise SurfaceFusionError(
-            f"--user-dir {error} does not exist; leave it out to use surface-fusion's own"
-        ) from error
+        fault = f"--user-dir {error} does not exist; leave it out to use surface-fusion's own"
+        raise SurfaceFusionError(fault) from error
     return folder

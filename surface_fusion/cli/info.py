@@ -15,7 +15,7 @@ from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
-from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_checkpoint_flags, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.cli.verbs import SUMMARIES
 from surface_fusion.compat.checkpoint_allowlist import refusals
@@ -27,8 +27,7 @@ from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
 
-# Validation metrics that fairseq logs in base 2.
-LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")
+LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")  # fairseq logs them in base 2
 # Entries of a state dict that are not parameters.
 BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
@@ -38,13 +37,11 @@ def run(argv: Sequence[str]) -> None:
     parser = OneLineParser("info", "[CHECKPOINT] [--json]", description=SUMMARIES["info"])
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_trust_flag(parser)
-    add_user_dir_flag(parser)
+    add_checkpoint_flags(parser)
     args = parser.parse_args(argv)
-    if args.checkpoint is None:
-        facts = versions()
-    else:
-        facts = checkpoint_facts(args.checkpoint, args.trust_checkpoint)
+    import_user_dir(args.user_dir)
+    path, trust = args.checkpoint, args.trust_checkpoint
+    facts = versions() if path is None else checkpoint_facts(path, trust)
     if args.json:
         print(json.dumps(facts))
         return

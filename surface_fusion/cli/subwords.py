@@ -11,8 +11,7 @@ from fairseq import tasks
 from surface_fusion.compat.patching import replaced
 from surface_fusion.data.subwords import subword_marks
 
-# Other values of --remove-bpe with the meaning of "@@ ".
-SYNONYMS = {"subword_nmt": "@@ ", "@@": "@@ "}
+SYNONYMS = {"subword_nmt": "@@ ", "@@": "@@ "}  # values of --remove-bpe
 
 
 def hint(argv: Sequence[str], dictionary: Any) -> str | None:

@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 
 from surface_fusion.analysis.explain import explain, loaded_pair
-from surface_fusion.cli.checkpoint_flags import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_checkpoint_flags, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import batches_of_lines
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
-MAX_LINES = 64
-"""Maximum number of lines per call of the model; fewer if the input pauses."""
+MAX_LINES = 64  # per call of the model; fewer if the input pauses
 
 
 def _parser() -> OneLineParser:
@@ -47,8 +46,7 @@ def _parser() -> OneLineParser:
         help="--explain: also write tables and heat maps, DIR/1 for line 1",
     )
     add("--cpu", action="store_true", help="use the CPU even if a GPU is available")
-    add_trust_flag(parser)
-    add_user_dir_flag(parser)
+    add_checkpoint_flags(parser)
     return parser
 
 
@@ -88,6 +86,7 @@ def run(argv: Sequence[str]) -> None:
     """Translate standard input."""
     parser = _parser()
     args = parser.parse_args(argv)
+    import_user_dir(args.user_dir)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
     if args.out is not None and not args.explain:

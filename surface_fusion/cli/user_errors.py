@@ -49,11 +49,8 @@ class _StoreOnce(argparse._StoreAction):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
-        if option_string is None:
-            return
-        first_values = vars(namespace).setdefault("_first_values", {})
-        first = first_values.setdefault(self.dest, values)
-        if first != values:
+        first = vars(namespace).setdefault("_first_values", {}).setdefault(self.dest, values)
+        if option_string is not None and first != values:
             refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
 
 

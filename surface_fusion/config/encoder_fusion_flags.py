@@ -15,6 +15,7 @@ from typing import Any, Optional
 from fairseq.models.transformer import TransformerConfig
 
 from surface_fusion.encoder_fusion import FusionMethod, LayerAttention, methods, options_of
+from surface_fusion.encoder_fusion.registry import BASES
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,7 @@ class EncoderFusionConfig(TransformerConfig):
         text = super()._get_help(attribute_name)
         if attribute_name != "encoder_fusion":
             return text
-        places: dict[str, list[str]] = {}
-        for name, method in methods().items():
-            places.setdefault(method.place, []).append(name)
-        lists = (f"{place}: {', '.join(names)}" for place, names in places.items())
+        lists = (f"{base.place}: {', '.join(methods(base))}" for base in BASES)
         return "; ".join((text, *lists, "default: the last layer only"))
 
     @property

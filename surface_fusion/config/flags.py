@@ -1,7 +1,5 @@
 """The model's complete configuration: ``EncoderFusionConfig`` plus the flags of surface fusion.
 
-Each field is a flag with its help text.
-
 The command line (``add_args``), YAML configs (``model: {_name: transformer_surface_fusion, ...}``)
 and the ``args`` of old checkpoints are all read by :meth:`SurfaceFusionConfig.from_namespace`.
 """

@@ -13,9 +13,7 @@ from surface_fusion.ops.distributions import MODES
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("att", "mean", "max")
-"""Values of ``--surfacefusion``."""
-
+SOURCES = ("att", "mean", "max")  # values of --surfacefusion
 FUSION_ONLY = ("sf_mode", "sf_gate", "sf_softmax_tau", "sf_renormalize", "sf_linear", "sf_idx")
 """Fields that have an effect only with ``--surfacefusion``."""
 

@@ -45,8 +45,7 @@ class Range:
         return f"{flag} {value}: give " + " or ".join([valid, *(f"{number:g}" for number in self.special)])
 
 
-LARGEST_SEED = 4_000_000_000
-"""numpy's seeds end at 2^32 - 1; fairseq adds the number of the epoch to the seed."""
+LARGEST_SEED = 4_000_000_000  # fairseq adds the number of the epoch; numpy's seeds end at 2^32 - 1
 
 _NAMES = {
     Range(0, 1, excluded=(1,), fault="is not a probability below 1"): """

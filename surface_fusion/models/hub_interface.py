@@ -17,9 +17,7 @@ from surface_fusion.config.ranges import check_ranges
 from surface_fusion.config.validation import check_names_of_generation
 from surface_fusion.errors import SurfaceFusionError
 
-MAX_TOKENS = 12000
-"""Maximum tokens of a batch, the default of ``generate``."""
-
+MAX_TOKENS = 12000  # of a batch, the default
 NOT_SEARCH_SETTINGS = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
 """Keywords of fairseq's ``generate`` that are not fields of ``GenerationConfig``."""
 
@@ -42,8 +40,7 @@ class TranslationHub(GeneratorHubInterface):
 
         Args:
             sentences: one line or several.
-            beam: the beam size.
-            verbose: log each sentence and its translations.
+            beam, verbose: as in fairseq.
             **kwargs: *nbest*, and further fields of fairseq's ``GenerationConfig``, such as *lenpen*.
 
         Returns:

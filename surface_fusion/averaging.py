@@ -14,9 +14,6 @@ from torch import Tensor
 from surface_fusion.compat.checkpoint_allowlist import check_configuration
 from surface_fusion.errors import SurfaceFusionError
 
-EPOCH_CHECKPOINTS = r"checkpoint(\d+)\.pt"
-UPDATE_CHECKPOINTS = r"checkpoint_\d+_(\d+)\.pt"
-
 
 def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     """Return the last checkpoint of *paths* with its parameters replaced by the mean over *paths*.
@@ -53,41 +50,31 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
 def _check_same_parameters(first: str, sums: dict[str, Tensor], path: str, model: dict[str, Tensor]) -> None:
     for name in [*sums, *model]:
         if name not in model:
-            raise SurfaceFusionError(
-                f"{path} lacks parameter {name}, which {first} has; average checkpoints of one model"
-            )
-        if name not in sums:
-            raise SurfaceFusionError(
-                f"{path} has parameter {name}, which {first} lacks; average checkpoints of one model"
-            )
-        if sums[name].shape != model[name].shape:
-            raise SurfaceFusionError(
-                f"parameter {name} has shape {tuple(model[name].shape)} in {path} but "
-                f"{tuple(sums[name].shape)} in {first}; average checkpoints of one model"
-            )
+            fault = f"{path} lacks parameter {name}, which {first} has"
+        elif name not in sums:
+            fault = f"{path} has parameter {name}, which {first} lacks"
+        elif (theirs := tuple(model[name].shape)) != (ours := tuple(sums[name].shape)):
+            fault = f"parameter {name} has shape {theirs} in {path} but {ours} in {first}"
+        else:
+            continue
+        raise SurfaceFusionError(f"{fault}; average checkpoints of one model")
 
 
 def _means(sums: dict[str, Tensor], count: int, last: dict[str, Tensor]) -> dict[str, Tensor]:
-    means: dict[str, Tensor] = {}
-    shared: dict[Any, Tensor] = {}
+    means, shared = dict(last), {}
     for name, value in last.items():
-        if not value.is_floating_point():
-            means[name] = value
-            continue
-        memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
-        if memory not in shared:
-            shared[memory] = (sums[name] / count).to(value.dtype)
-        means[name] = shared[memory]
+        if value.is_floating_point():
+            memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+            if memory not in shared:
+                shared[memory] = (sums[name] / count).to(value.dtype)
+            means[name] = shared[memory]
     return means
 
 
 def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
-    """Return the paths of the last *count* checkpoints in *folder*, oldest first.
+    """Return the paths of the last *count* checkpoints in *folder*, a ``--save-dir``, oldest first.
 
-    Args:
-        folder: a training's ``--save-dir``.
-        count: number of checkpoints.
-        by_update: whether to use those of ``--save-interval-updates``; otherwise those of epochs.
+    They are those of epochs; if *by_update*, those of ``--save-interval-updates``.
 
     Raises:
         SurfaceFusionError: *folder* does not exist or holds fewer than *count* of them.
@@ -98,10 +85,12 @@ def last_checkpoints(folder: str, count: int, by_update: bool) -> list[str]:
         )
     if count < 1:
         raise SurfaceFusionError(f"{count} checkpoints to average; give a number of 1 or more")
-    pattern = UPDATE_CHECKPOINTS if by_update else EPOCH_CHECKPOINTS
+    if by_update:
+        name, pattern = "checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"
+    else:
+        name, pattern = "checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"
     newest_first = checkpoint_utils.checkpoint_paths(folder, pattern)
     if len(newest_first) < count:
-        name = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"
         raise SurfaceFusionError(
             f"{folder} has {len(newest_first)} files named {name}, not {count}; give a smaller number or "
             "name the files"

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
@@ -24,8 +25,7 @@ CEDILLA_TO_COMMA = str.maketrans("şţŞŢ", "șțȘȚ")
 BPE_MARKS = re.compile("@@( |$)|\u2581")
 ESCAPES = re.compile("&(apos|quot|amp|#124|#91|#93);|@-@")
 
-References = Sequence[str] | Sequence[Sequence[str]]
-"""One reference for each sentence, or several lists of them."""
+References = Sequence[str] | Sequence[Sequence[str]]  # one for each sentence, or several lists of them
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,20 @@ def score(hypotheses: Sequence[str], references: References, romanian: bool = Fa
 
 def score_text(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """Compute sacreBLEU and chrF of plain text, see :func:`score`."""
-    return [
-        _corpus_score(name + suffix, metric, hyps, refs)
-        for suffix, hyps, refs in _variants(hypotheses, references, romanian)
-        for name, metric in (("sacreBLEU", BLEU(force=True)), ("chrF", CHRF()))
-    ]
+    return _scores({"sacreBLEU": BLEU(force=True), "chrF": CHRF()}, hypotheses, references, romanian)
 
 
 def score_tokens(hypotheses: Sequence[str], references: References, romanian: bool = False) -> list[Score]:
     """Compute tokenised BLEU of the space-separated tokens of both sides, see :func:`score`."""
-    return [
-        _corpus_score("tokenised BLEU" + suffix, BLEU(tokenize="none", force=True), hyps, refs)
-        for suffix, hyps, refs in _variants(hypotheses, references, romanian)
-    ]
+    metric = BLEU(tokenize="none", force=True)
+    return _scores({"tokenised BLEU": metric}, hypotheses, references, romanian)
 
 
-def _variants(
-    hypotheses: Sequence[str], references: References, romanian: bool
-) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the variants of the text to score, each with a suffix for the names of its scores."""
-    reference_lists = [[line for line in references if isinstance(line, str)]]
-    if len(reference_lists[0]) != len(references):
-        reference_lists = [[*lines] for lines in references]
+def _scores(
+    metrics: dict[str, BLEU | CHRF], hypotheses: Sequence[str], references: References, romanian: bool
+) -> list[Score]:
+    single = all(isinstance(lines, str) for lines in references)
+    reference_lists: Any = [references] if single else references
     for lines in reference_lists:
         if len(hypotheses) != len(lines):
             raise SurfaceFusionError(
@@ -90,22 +82,20 @@ def _variants(
             )
     if not hypotheses:
         raise SurfaceFusionError("no line to score: the hypotheses and the references are empty")
-    variants: list[tuple[str, Callable[[str], str]]] = [("", str)]
+    variants: dict[str, Callable[[str], str]] = {"": str}
     if romanian:
-        variants = [
-            (", text as is", str),
-            (", comma-below s and t", comma_below),
-            (", no diacritics", strip_diacritics),
-        ]
-    return [
-        (suffix, [*map(convert, hypotheses)], [[*map(convert, lines)] for lines in reference_lists])
-        for suffix, convert in variants
-    ]
-
-
-def _corpus_score(name: str, metric: BLEU | CHRF, hyps: list[str], refs: list[list[str]]) -> Score:
-    value = metric.corpus_score(hyps, refs).score
-    return Score(name, value, str(metric.get_signature()))
+        variants = {
+            ", text as is": str,
+            ", comma-below s and t": comma_below,
+            ", no diacritics": strip_diacritics,
+        }
+    scores = []
+    for suffix, convert in variants.items():
+        sides = [*map(convert, hypotheses)], [[*map(convert, lines)] for lines in reference_lists]
+        for name, metric in metrics.items():
+            value = metric.corpus_score(*sides).score
+            scores.append(Score(name + suffix, value, str(metric.get_signature())))
+    return scores
 
 
 def comma_below(text: str) -> str:
@@ -123,8 +113,7 @@ def text_warnings(hypotheses: Iterable[str]) -> list[str]:
     """Return warnings, one line each, about *hypotheses* that are not comparable with raw references."""
     hyps = list(hypotheses)
     warnings = []
-    marked = sum(bool(BPE_MARKS.search(line)) for line in hyps)
-    if marked:
+    if marked := sum(bool(BPE_MARKS.search(line)) for line in hyps):
         warnings.append(
             f"{marked} of {len(hyps)} hypotheses contain BPE marks (@@ or \u2581); translate with "
             "--remove-bpe (=sentencepiece)"
@@ -170,8 +159,7 @@ def parse_generate_output(lines: Iterable[str]) -> GenerateOutput:
     """
     texts: dict[str, dict[int, str]] = {"H": {}, "D": {}, "T": {}}
     for line in lines:
-        match = re.match(r"([HDT])-(\d+)\t(.*)", line, re.DOTALL)
-        if match:
+        if match := re.match(r"([HDT])-(\d+)\t(.*)", line, re.DOTALL):
             letter, sentence, text = match.groups()
             if letter != "T":
                 text = text.partition("\t")[2]
@@ -180,8 +168,7 @@ def parse_generate_output(lines: Iterable[str]) -> GenerateOutput:
         raise SurfaceFusionError("no H- line found; give the output of fairseq-generate")
     ids = sorted(texts["H"])
     for letter in "DT":
-        unpaired = texts[letter].keys() ^ texts["H"].keys()
-        if unpaired:
+        if unpaired := texts[letter].keys() ^ texts["H"].keys():
             raise SurfaceFusionError(
                 f"{len(ids)} H- lines but {len(texts[letter])} {letter}- lines: sentence {min(unpaired)} has "
                 "only one of them; was the output cut off, or printed with --quiet or by interactive?"

@@ -24,10 +24,11 @@ import torch
 from results import positive
 
 import surface_fusion  # noqa: F401  (registers the models)
-from surface_fusion.analysis.ablation import ablate, percent_change, subword_marks
+from surface_fusion.analysis.ablation import ablate, percent_change
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.layers import layer_weights
 from surface_fusion.analysis.loaded import Loaded, load
+from surface_fusion.data.subwords import subword_marks
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.errors import SurfaceFusionError
 
@@ -141,7 +142,7 @@ def measure_figure_2(models: list[Loaded], out: Path, beam: int) -> None:
         zip(layers, zip(*bleu, strict=True), zip(*length, strict=True), strict=True)
     ):
         moments = [f"{x:.2f}" for seeds in changes for x in _moments(seeds)]
-        paper = FIGURE_2[i] if len(layers) == len(LAYERS) else ""
+        paper = str(FIGURE_2[i]) if len(layers) == len(LAYERS) else ""
         rows.append((layer, *moments, paper, signature, len(models)))
     columns = ("silenced", "bleu_change", "bleu_deviation", "length_change", "length_deviation")
     save_table(out / "figure2.csv", (*columns, "paper_bleu_change", "signature", "seeds"), rows)

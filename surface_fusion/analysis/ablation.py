@@ -15,21 +15,13 @@ from tqdm import tqdm
 
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.data.subwords import subword_marks
 from surface_fusion.encoder_fusion import LayerAttention, methods
 from surface_fusion.scoring import Score, score_text
 
 
-class Translations(NamedTuple):
-    """Translations of a split and their references, as plain text."""
-
-    hypotheses: list[str]
-    references: list[str]
-    tokens: int
-    """Number of tokens in the translations, including ``</s>``."""
-
-
 class Ablation(NamedTuple):
-    """One row of the table; *layer* is ``none`` for the full model."""
+    """One row of the table; *layer* is ``none`` for the full model, *tokens* include ``</s>``."""
 
     layer: str
     bleu: Score
@@ -39,34 +31,21 @@ class Ablation(NamedTuple):
 @contextlib.contextmanager
 def silenced(fusion: Any, state: int) -> Iterator[None]:
     """Set the weight of state number *state* (from 0) in *fusion* to zero inside the block."""
-    if isinstance(fusion, LayerAttention):
-        fusion.silenced.append(state)
-        try:
+    if not isinstance(fusion, LayerAttention):
+        with fusion.register_forward_pre_hook(
+            lambda _, args: ([torch.zeros_like(x) if n == state else x for n, x in enumerate(args[0])],)
+        ):
             yield
-        finally:
-            fusion.silenced.remove(state)
         return
-
-    def zero_state(_: Any, args: tuple[list[torch.Tensor]]) -> tuple[list[torch.Tensor]]:
-        return ([torch.zeros_like(x) if n == state else x for n, x in enumerate(args[0])],)
-
-    hook = fusion.register_forward_pre_hook(zero_state)
+    fusion.silenced.append(state)
     try:
         yield
     finally:
-        hook.remove()
+        fusion.silenced.remove(state)
 
 
-def subword_marks(dictionary: Any) -> str | None:
-    """Return the ``--remove-bpe`` value that joins the subwords of *dictionary*; None if it has no marks."""
-    words = [dictionary[i] for i in range(dictionary.nspecial, len(dictionary))]
-    if any(word.startswith("\u2581") for word in words):
-        return "sentencepiece"
-    return "@@ " if any(word.endswith("@@") for word in words) else None
-
-
-def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translations:
-    """Translate the split by beam search with length penalty 1."""
+def translate(loaded: Loaded, beam: int, post_process: str | None) -> tuple[Score, int]:
+    """Translate the split by beam search with length penalty 1; return BLEU and the number of tokens."""
     generation = {"beam": beam, "lenpen": 1.0, "max_len_a": 1.2, "max_len_b": 10}
     generator = loaded.task.build_generator([loaded.model], OmegaConf.create(generation))
     dictionary = loaded.task.target_dictionary
@@ -77,7 +56,7 @@ def translate(loaded: Loaded, beam: int, post_process: str | None) -> Translatio
             hypotheses.append(dictionary.string(best["tokens"].cpu(), post_process))
             references.append(dictionary.string(target[target.ne(dictionary.pad())].cpu(), post_process))
             tokens += len(best["tokens"])
-    return Translations(hypotheses, references, tokens)
+    return score_text(hypotheses, references)[0], tokens
 
 
 def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablation]:
@@ -90,15 +69,12 @@ def ablate(loaded: Loaded, beam: int, post_process: str | None) -> list[Ablation
     if fusion is None or not fusion.silenceable:
         silenceable = (name for name, method in methods().items() if method.silenceable)
         raise loaded.inapplicable("can leave out a layer", silenceable, "can")
-    states = loaded.encoder_layers + bool(loaded.setting("encoder_fusion_embedding"))
-    first = loaded.encoder_layers - states + 1
-    rows = []
-    for state in tqdm([None, *range(states)], desc="layers silenced", unit="pass"):
-        layer = "none" if state is None else "Emb" if first + state == 0 else str(first + state)
-        with contextlib.nullcontext() if state is None else silenced(fusion, state):
-            translations = translate(loaded, beam, post_process)
-        bleu = score_text(translations.hypotheses, translations.references)[0]
-        rows.append(Ablation(layer, bleu, translations.tokens))
+    layers = ["Emb"] if loaded.setting("encoder_fusion_embedding") else []
+    layers += [str(n) for n in range(1, loaded.model.cfg.encoder.layers + 1)]
+    rows = [Ablation("none", *translate(loaded, beam, post_process))]
+    for state, layer in enumerate(tqdm(layers, desc="layers silenced", unit="pass")):
+        with silenced(fusion, state):
+            rows.append(Ablation(layer, *translate(loaded, beam, post_process)))
     return rows
 
 
@@ -111,24 +87,19 @@ def draw(loaded: Loaded, out: Path, beam: int, post_process: str | None) -> list
     """Write ``ablation.csv``, ``.png`` and ``.svg`` to the folder *out*."""
     if post_process is None:
         post_process = subword_marks(loaded.task.target_dictionary)
-    full, *layers = ablate(loaded, beam, post_process)
+    measured = ablate(loaded, beam, post_process)
+    full = measured[0]
+    bleu = [percent_change(row.bleu.value, full.bleu.value) for row in measured]
+    length = [percent_change(row.tokens, full.tokens) for row in measured]
     columns = ("silenced", "bleu", "bleu_change_percent", "tokens", "length_change_percent", "signature")
     rows = [
-        (
-            *(row.layer, f"{row.bleu.value:.4f}", f"{percent_change(row.bleu.value, full.bleu.value):.2f}"),
-            *(row.tokens, f"{percent_change(row.tokens, full.tokens):.2f}", row.bleu.signature),
-        )
-        for row in (full, *layers)
+        (row.layer, f"{row.bleu.value:.4f}", f"{b:.2f}", row.tokens, f"{n:.2f}", row.bleu.signature)
+        for row, b, n in zip(measured, bleu, length, strict=True)
     ]
     table = save_table(out / "ablation.csv", columns, rows)
     figure, axes = pyplot().subplots(1, 2, figsize=(7.5, 3), layout="constrained")
-    names = [row.layer for row in layers]
-    for ax, title, values in (
-        (axes[0], "BLEU, % change", [percent_change(row.bleu.value, full.bleu.value) for row in layers]),
-        (axes[1], "length, % change", [percent_change(row.tokens, full.tokens) for row in layers]),
-    ):
-        ax.bar(names, values)
+    for ax, title, values in zip(axes, ("BLEU, % change", "length, % change"), (bleu, length), strict=True):
+        ax.bar([row.layer for row in measured[1:]], values[1:])
         ax.axhline(0, color="black", linewidth=0.8)
-        ax.set_title(title)
-        ax.set_xlabel("encoder layer silenced")
+        ax.set(title=title, xlabel="encoder layer silenced")
     return [table, *save_figure(figure, out / "ablation")]

@@ -4,6 +4,7 @@ There are two: the surface attention, and the cross attention of the last decode
 averaged over heads; over the source tokens they sum to 1.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +17,7 @@ from surface_fusion.errors import SurfaceFusionError
 
 
 class Alignment(NamedTuple):
-    """One attention over a sentence pair.
-
-    Attributes:
-        name: ``surface`` or ``decoder``.
-        weights: T x S.
-        source: the S source tokens.
-        target: the T target tokens.
-    """
+    """An attention, ``surface`` or ``decoder``: *weights*, T x S, of T target to S source tokens."""
 
     name: str
     weights: Tensor
@@ -45,27 +39,19 @@ def align(loaded: Loaded, sentence: int) -> list[Alignment]:
         )
     device = next(loaded.model.parameters()).device
     inputs = dataset.collater([dataset[sentence]])
-    target = inputs["target"][0]
     net = {name: x.to(device) for name, x in inputs["net_input"].items() if isinstance(x, Tensor)}
-    decoder: Any = loaded.model.decoder
-    alignments: list[Alignment] = []
-    surface: Any = getattr(decoder, "sf_attn", None)
+    surface: Any = getattr(loaded.model.decoder, "sf_attn", None)
     calls: list[Any] = []
-    hook = surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else None
-    try:
-        extra = loaded.model(**net)[1]
-    finally:
-        if hook is not None:
-            hook.remove()
-    source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
-    words = [loaded.task.target_dictionary[i] for i in target.tolist()]
-    for query, key, _, mask, *_ in calls:
-        weights = surface.weights(query, key, mask)[0].mean(0)
-        alignments.append(Alignment("surface", weights.cpu(), source, words))
-    cross_attention = extra["attn"][0]
+    with surface.register_forward_pre_hook(lambda _, args: calls.append(args)) if surface else nullcontext():
+        cross_attention = loaded.model(**net)[1]["attn"][0]
+    attentions = [
+        ("surface", surface.weights(query, key, mask)[0].mean(0)) for query, key, _, mask, *_ in calls
+    ]
     if cross_attention is not None:
-        alignments.append(Alignment("decoder", cross_attention[0].float().cpu(), source, words))
-    return alignments
+        attentions.append(("decoder", cross_attention[0].float()))
+    source = [loaded.task.source_dictionary[i] for i in net["src_tokens"][0].tolist()]
+    target = [loaded.task.target_dictionary[i] for i in inputs["target"][0].tolist()]
+    return [Alignment(name, weights.cpu(), source, target) for name, weights in attentions]
 
 
 def draw(loaded: Loaded, out: Path, sentence: int) -> list[Path]:
@@ -79,7 +65,7 @@ def save(alignments: list[Alignment], out: Path) -> list[Path]:
     for name, weights, source, target in alignments:
         values = weights.tolist()
         rows = [
-            (i, target_word, j, source_word, f"{values[i][j]:.6g}")
+            (i, target_word, j, source_word, values[i][j])
             for i, target_word in enumerate(target)
             for j, source_word in enumerate(source)
         ]

@@ -19,8 +19,6 @@ from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.ops.distributions import log_softmax
 
-BRANCHES = ("fused", "target", "surface")
-
 
 class Token(NamedTuple):
     """One target token; words are ids, probabilities are those of the reference token."""
@@ -52,10 +50,9 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
     branches: list[tuple[Tensor, Tensor]] = []
     fuse = decoder.fuse
 
-    def recording_fuse(h: Tensor, r: Tensor) -> Tensor:
+    def recording_fuse(h: Tensor, r: Tensor) -> Any:
         branches.append((h, r))
-        fused: Tensor = fuse(h, r)
-        return fused
+        return fuse(h, r)
 
     source_ids = _source_ids(loaded.task.source_dictionary, loaded.task.target_dictionary)
     decoder.fuse = recording_fuse
@@ -87,27 +84,21 @@ def _tokens_of_batch(
     elif loaded.model.cfg.mode.gated:
         gate = h.new_full(h.shape[:2], loaded.model.cfg.sf_gate)
     target = batch["target"]
-    p_reference = [x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)]
     top_words = [x.argmax(-1) for x in (fused, z, s)]
     surface_source_ids = source_ids.to(h.device)[top_words[2]]
-    copies = (surface_source_ids[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1)
-    decides = top_words[0] != top_words[1]
-    for row, column in target.ne(loaded.task.target_dictionary.pad()).nonzero().tolist():
-        index = row, column
-        yield Token(
-            sentence=int(batch["id"][row]),
-            position=column,
-            reference=int(target[index]),
-            fused=int(top_words[0][index]),
-            target=int(top_words[1][index]),
-            surface=int(top_words[2][index]),
-            p_fused=float(p_reference[0][index]),
-            p_target=float(p_reference[1][index]),
-            p_surface=float(p_reference[2][index]),
-            gate=None if gate is None else float(gate[index]),
-            decides=bool(decides[index]),
-            copies=bool(copies[index]),
-        )
+    columns = (
+        batch["id"][:, None].expand_as(target),
+        torch.arange(target.shape[1], device=target.device).expand_as(target),
+        target,
+        *top_words,
+        *(x.gather(-1, target[..., None]).squeeze(-1).exp() for x in (fused, z, s)),
+        top_words[0] != top_words[1],
+        (surface_source_ids[..., None] == batch["net_input"]["src_tokens"][:, None]).any(-1),
+    )
+    real = target.ne(loaded.task.target_dictionary.pad())
+    *facts, decides, copies = (column[real].tolist() for column in columns)
+    gates = [None] * len(decides) if gate is None else gate[real].tolist()
+    yield from map(Token, *facts, gates, decides, copies)
 
 
 def summary(all_tokens: list[Token]) -> dict[str, float]:
@@ -121,7 +112,7 @@ def summary(all_tokens: list[Token]) -> dict[str, float]:
         **({"gate": sum(gates) / len(gates)} if gates else {}),
         **{
             f"right_{branch}": sum(getattr(token, branch) == token.reference for token in all_tokens) / count
-            for branch in BRANCHES
+            for branch in ("fused", "target", "surface")
         },
     }
 
@@ -137,14 +128,12 @@ def save(all_tokens: list[Token], dictionary: Any, out: Path) -> list[Path]:
         (
             *(token.sentence, token.position),
             *(dictionary[i] for i in (token.reference, token.fused, token.target, token.surface)),
-            *(f"{p:.6g}" for p in (token.p_fused, token.p_target, token.p_surface)),
-            "" if token.gate is None else f"{token.gate:.6g}",
+            *(token.p_fused, token.p_target, token.p_surface, token.gate),
             *(int(token.decides), int(token.copies)),
         )
         for token in all_tokens
     ]
-    means = [(name, f"{value:.6g}") for name, value in summary(all_tokens).items()]
     return [
         save_table(out / "branches.csv", Token._fields, rows),
-        save_table(out / "branches_summary.csv", ("what", "value"), means),
+        save_table(out / "branches_summary.csv", ("what", "value"), summary(all_tokens).items()),
     ]

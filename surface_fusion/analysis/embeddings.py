@@ -13,7 +13,6 @@ selection of its rows.
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,33 +20,28 @@ from torch import Tensor
 
 from surface_fusion.analysis.figures import pyplot, save_figure, save_table
 from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.data.subwords import without_marks
 
 SIDES = ("source", "target")
-DRAWN = 300
-"""Number of words of each side in the scatter plot."""
+DRAWN = 300  # words of each side in the scatter plot
 NEIGHBOURS = 5
 
 
-def ranked_words(loaded: Loaded) -> tuple[list[int], list[int]]:
+def ranked_words(loaded: Loaded) -> list[list[int]]:
     """Return the ids of the split's source and target words, most frequent first, no special symbols."""
-    dataset = loaded.task.dataset(loaded.split)
+    dataset, task = loaded.task.dataset(loaded.split), loaded.task
     ids = []
-    sides = ((dataset.src, loaded.task.source_dictionary), (dataset.tgt, loaded.task.target_dictionary))
-    for sentences, dictionary in sides:
-        counts: Counter[int] = Counter()
-        for i in range(len(dataset)):
-            counts.update(sentences[i].tolist())
+    for sentences, words in ((dataset.src, task.source_dictionary), (dataset.tgt, task.target_dictionary)):
+        counts = Counter(word for i in range(len(dataset)) for word in sentences[i].tolist())
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
-        ids.append([word for word in ranked if word >= dictionary.nspecial])
-    return ids[0], ids[1]
+        ids.append([word for word in ranked if word >= words.nspecial])
+    return ids
 
 
-def embedding_matrices(loaded: Loaded) -> tuple[Tensor, Tensor]:
+def embedding_matrices(loaded: Loaded) -> list[Tensor]:
     """Return the source and target embeddings, V x C each, on the CPU in float32."""
-    model: Any = loaded.model
-    source = model.encoder.embed_tokens.weight.detach().float().cpu()
-    target = model.decoder.embed_tokens.weight.detach().float().cpu()
-    return source, target
+    stacks = (loaded.model.encoder, loaded.model.decoder)
+    return [stack.embed_tokens.weight.detach().float().cpu() for stack in stacks]
 
 
 def log_singular_values(embedding: Tensor) -> Tensor:
@@ -69,8 +63,7 @@ def neighbours(
     """Find the rows of *target* with the largest cosine to each row of *source*.
 
     Args:
-        source: embeddings, S x C.
-        target: embeddings, T x C.
+        source, target: embeddings, S x C and T x C.
         count: number of neighbours per row, at most T.
         excluded: S x T, True for pairs that are not neighbours; their cosine is -inf.
 
@@ -85,7 +78,7 @@ def neighbours(
 
 def same_words(source: Sequence[str], target: Sequence[str]) -> Tensor:
     """Return S x T, True where the words are equal without subword marks (``\u2581word``, ``word@@``)."""
-    sides = [[word.removeprefix("\u2581").removesuffix("@@") for word in side] for side in (source, target)]
+    sides = [[*map(without_marks, side)] for side in (source, target)]
     ids = {word: i for i, word in enumerate(dict.fromkeys([*sides[0], *sides[1]]))}
     rows, columns = (torch.tensor([ids[word] for word in side]) for side in sides)
     return rows[:, None] == columns
@@ -106,7 +99,7 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
     same = same_words(words[0][:DRAWN], words[1]) if dictionaries[0] == dictionaries[1] else None
     cosines, nearest = neighbours(source[:DRAWN], target, NEIGHBOURS, same)
     rows = [
-        (source_word, rank, words[1][i], f"{cosine:.6g}")
+        (source_word, rank, words[1][i], cosine)
         for source_word, row, ids in zip(words[0], cosines.tolist(), nearest.tolist(), strict=False)
         for rank, (cosine, i) in enumerate(zip(row, ids, strict=True), 1)
         if cosine > -torch.inf
@@ -115,14 +108,16 @@ def draw(loaded: Loaded, out: Path, against: Loaded | None = None) -> list[Path]
 
 
 def _draw_singular_values(curves: dict[str, Tensor], out: Path) -> list[Path]:
-    rows = [(name, i, f"{value:.6g}") for name, x in curves.items() for i, value in enumerate(x.tolist(), 1)]
+    rows = [(name, i, value) for name, x in curves.items() for i, value in enumerate(x.tolist(), 1)]
     table = save_table(out / "singular_values.csv", ("matrix", "i", "log_ratio"), rows)
     figure, axes = pyplot().subplots(figsize=(5, 3.4), layout="constrained")
     for name, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve.tolist(), "--" if "other" in name else "-", label=name)
-    axes.set_title("singular values of the embeddings")
-    axes.set_xlabel("singular value")
-    axes.set_ylabel("log of its ratio to the first")
+    axes.set(
+        title="singular values of the embeddings",
+        xlabel="singular value",
+        ylabel="log of its ratio to the first",
+    )
     axes.legend()
     return [table, *save_figure(figure, out / "singular_values")]
 
@@ -130,16 +125,15 @@ def _draw_singular_values(curves: dict[str, Tensor], out: Path) -> list[Path]:
 def _draw_principal_plane(embeddings: list[Tensor], words: list[list[str]], out: Path) -> list[Path]:
     coordinates = principal_plane(torch.cat(embeddings)).split([len(x) for x in embeddings])
     rows = [
-        (side, word, f"{x:.6g}", f"{y:.6g}")
+        (side, word, *point)
         for side, names, points in zip(SIDES, words, coordinates, strict=True)
-        for word, (x, y) in zip(names, points.tolist(), strict=False)
+        for word, point in zip(names, points.tolist(), strict=False)
     ]
     table = save_table(out / "pca.csv", ("side", "word", "x", "y"), rows)
     figure, axes = pyplot().subplots(figsize=(4.6, 4), layout="constrained")
     for side, points, marker in zip(SIDES, coordinates, ("o", "x"), strict=True):
         axes.scatter(*points.t().tolist(), s=12, marker=marker, label=side, alpha=0.7)
-    axes.set_title("the most frequent words")
-    axes.set_xlabel("first principal component")
-    axes.set_ylabel("second principal component")
+    labels = ("first principal component", "second principal component")
+    axes.set(title="the most frequent words", xlabel=labels[0], ylabel=labels[1])
     axes.legend()
     return [table, *save_figure(figure, out / "pca")]

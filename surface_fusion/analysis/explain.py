@@ -6,31 +6,18 @@ These are the contents of ``analyse branches`` and ``analyse align``, for one se
 from pathlib import Path
 from typing import Any
 
-from fairseq.data import LanguagePairDataset
 from torch import Tensor
 
 from surface_fusion.analysis import align, branches
 from surface_fusion.analysis.loaded import Loaded
+from surface_fusion.models.hub_interface import pair_dataset
 
 DECIDES, COPIES = "*", "="
 
 
 def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded:
-    """Return a data set of one sentence and its translation.
-
-    Args:
-        model: a SurfaceFusion model or plain Transformer.
-        task: its translation task; the data set is added to it as split ``typed``.
-        source: token ids that end in ``</s>``.
-        target: token ids that end in ``</s>``.
-    """
-    sizes = [[len(side)] for side in (source, target)]
-    pair: Any = LanguagePairDataset(
-        *([source], sizes[0], task.source_dictionary, [target], sizes[1], task.target_dictionary),
-        left_pad_source=task.cfg.left_pad_source,
-        left_pad_target=task.cfg.left_pad_target,
-    )
-    task.datasets["typed"] = pair
+    """Add a sentence and its translation, ids that end in ``</s>``, to *task* as split ``typed``."""
+    task.datasets["typed"] = pair_dataset(task, [source], [target])
     return Loaded(model, task, "typed")
 
 

@@ -11,10 +11,8 @@ from typing import Any
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import atomic_write, write_text
 
-MAX_INCHES = 60
-"""Maximum width and height of a figure."""
-LABEL_INCHES = 0.18
-"""Size of the label of a row or column."""
+MAX_INCHES = 60  # maximum width and height of a figure
+LABEL_INCHES = 0.18  # size of the label of a row or column
 
 
 def pyplot() -> Any:
@@ -36,27 +34,23 @@ def pyplot() -> Any:
 def save_figure(figure: Any, stem: Path) -> list[Path]:
     """Write *figure* to ``stem.png`` and ``stem.svg``, and close it."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for suffix in ("png", "svg"):
-        path = stem.with_name(f"{stem.name}.{suffix}")
-        metadata = {"Date": None} if suffix == "svg" else None
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
+    for path, metadata in zip(paths, (None, {"Date": None}), strict=True):
         with warnings.catch_warnings(), atomic_write(path) as file:
             # A character that the font lacks is drawn as a box; the table contains it.
-            warnings.filterwarnings(
-                "ignore", r"(?s)(Glyph|Matplotlib currently does not support)", UserWarning
-            )
-            figure.savefig(file, format=suffix, dpi=150, metadata=metadata)
-        paths.append(path)
+            unknown_character = r"(?s)(Glyph|Matplotlib currently does not support)"
+            warnings.filterwarnings("ignore", unknown_character, UserWarning)
+            figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)
     pyplot().close(figure)
     return paths
 
 
 def save_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write a CSV file and return its path."""
+    """Write a CSV file and return its path; floats have six significant digits, None is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(rows)
+    writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
     return save_text(path, text.getvalue())
 
 
@@ -81,10 +75,8 @@ def heat_map(
 
     Args:
         values: a list per row.
-        rows: names of the rows. If not all fit, only every n-th is drawn. Not parsed as markup.
-        columns: names of the columns, drawn like those of the rows.
-        row_label: label of the vertical axis.
-        column_label: label of the horizontal axis.
+        rows, columns: names. If not all fit, only every n-th is drawn. Not parsed as markup.
+        row_label, column_label: labels of the axes.
         title: title of the figure.
         numbers: whether to write the values into the cells.
     """
@@ -96,9 +88,7 @@ def heat_map(
     rotation = 0 if max(map(len, columns)) < 4 else 60
     axes.set_xticks(*_ticks(columns, width), rotation=rotation, parse_math=False)
     axes.set_yticks(*_ticks(rows, height), parse_math=False)
-    axes.set_xlabel(column_label)
-    axes.set_ylabel(row_label)
-    axes.set_title(title)
+    axes.set(xlabel=column_label, ylabel=row_label, title=title)
     if numbers:
         middle = (image.norm.vmin + image.norm.vmax) / 2
         for i, row in enumerate(values):

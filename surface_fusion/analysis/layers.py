@@ -68,10 +68,9 @@ def _mean_shares(loaded: Loaded) -> Tensor:
     encoder: Any = loaded.model.encoder
     total, count = torch.zeros(()), 0
     shares: list[Tensor] = []
-    hook = encoder.fusion.register_forward_pre_hook(
+    with encoder.fusion.register_forward_pre_hook(
         lambda fusion, args: shares.append(fusion.layer_shares(args[0]))
-    )
-    try:
+    ):
         for batch in loaded.batches():
             inputs = batch["net_input"]
             encoder(inputs["src_tokens"], inputs["src_lengths"])
@@ -81,8 +80,6 @@ def _mean_shares(loaded: Loaded) -> Tensor:
             real = inputs["src_tokens"].ne(encoder.padding_idx).t()
             total = total + share[real].double().sum(0).cpu()
             count += int(real.sum())
-    finally:
-        hook.remove()
     return (total / count).float()
 
 
@@ -92,7 +89,7 @@ def draw(loaded: Loaded, out: Path) -> list[Path]:
     for table in layer_weights(loaded):
         values = table.values.tolist()
         rows = [
-            (layer, column, f"{value:.6g}")
+            (layer, column, value)
             for layer, row in zip(table.layers, values, strict=True)
             for column, value in zip(table.columns, row, strict=True)
             if not math.isnan(value)

@@ -32,11 +32,6 @@ class Loaded:
         *names, last = able
         return SurfaceFusionError(f"{subject} that {what}; {', '.join(names)} and {last} {verb}")
 
-    @property
-    def encoder_layers(self) -> int:
-        """Number of encoder layers, not counting those that a fusion method adds."""
-        return int(self.model.cfg.encoder.layers)
-
     def batches(self, max_tokens: int = 4000) -> Iterator[dict[str, Any]]:
         """Yield the split in fairseq's batches, on the model's device.
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from surface_fusion.analysis.figures import save_text
 
-NAME = "report.html"
-ROWS = 500
-"""Maximum rows of a table in the page; the CSV has all rows."""
+ROWS = 500  # maximum of a table in the page; the CSV has all rows
 
 TITLES = {
     "layers": "Weights of the encoder layers",
@@ -72,7 +70,7 @@ def write_report(folder: Path, model: str) -> Path:
         f"<h1>{html.escape(model)}</h1>\n" + "\n".join(sections) + f"\n<script>{SCRIPT}</script>\n"
         "</body>\n</html>\n"
     )
-    return save_text(folder / NAME, page)
+    return save_text(folder / "report.html", page)
 
 
 def _section(folder: Path, name: str) -> str:

@@ -8,42 +8,45 @@ import os
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from surface_fusion.compat.patching import replaced
 from surface_fusion.io.atomic_write import NO_SPACE, WriteError, atomic_write, create_folder, remove_abandoned
 
-LOG = "preprocess.log"
-
 
 @contextlib.contextmanager
-def atomic_outputs(verb: str, command: Any) -> Iterator[None]:
-    """Inside the block, *command* (a module of ``fairseq_cli``) writes its outputs atomically.
+def atomic_results(command: Any) -> Iterator[None]:
+    """Inside the block, *command* (``fairseq_cli.generate``) writes its ``--results-path`` atomically.
 
     Raises:
-        SurfaceFusionError: an output cannot be written; earlier files are unchanged.
+        SurfaceFusionError: it cannot be written; an earlier file is unchanged.
     """
-    if verb == "generate":
-        command.open = _open  # hides Python's open from fairseq's main
-        try:
-            yield
-        finally:
-            del command.open
-    elif verb == "preprocess":
-        main = functools.partial(_preprocess, command.main, command.logger)
-        with replaced(command, "main", main), replaced(logging, "raiseExceptions", False):
-            yield
-    else:
+    command.open = _open  # hides Python's open from fairseq's main
+    try:
         yield
+    finally:
+        del command.open
 
 
 @contextlib.contextmanager
 def _open(path: str, mode: str, buffering: int, encoding: str) -> Iterator[io.TextIOWrapper]:
-    """Atomic replacement of ``open`` in ``fairseq_cli.generate``, for the file of ``--results-path``."""
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding=encoding)
         yield text
         text.detach()  # flushes; atomic_write closes
+
+
+@contextlib.contextmanager
+def atomic_data_folder(command: Any) -> Iterator[None]:
+    """Inside the block, *command* (``fairseq_cli.preprocess``) writes its files atomically.
+
+    Raises:
+        SurfaceFusionError: a file cannot be written; earlier files are unchanged.
+    """
+    main = functools.partial(_preprocess, command.main, command.logger)
+    with replaced(command, "main", main), replaced(logging, "raiseExceptions", False):
+        yield
 
 
 def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args: Namespace) -> None:
@@ -54,25 +57,30 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
     os.makedirs(destdir, exist_ok=True)
     try:
         remove_abandoned(destdir)
-        args.destdir, lock = create_folder(destdir, "preprocess")
+        folder, lock = create_folder(destdir, "preprocess")
     except OSError as error:
         raise WriteError(destdir, error) from error
-    renames = _RenameFolder(args.destdir, destdir)
-    logger.addFilter(renames)
+    args.destdir, handlers = folder, list(logger.handlers)
+
+    def name_destdir(record: logging.LogRecord) -> bool:
+        record.msg = str(record.msg).replace(folder, destdir)
+        return True
+
+    logger.addFilter(name_destdir)
     try:
-        main(args)
-        _close_logs(logger, args.destdir)
-        _move(args.destdir, destdir)
+        try:
+            main(args)
+        finally:
+            _close_logs(logger, handlers)
+        _move(folder, destdir)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise WriteError(destdir, error) from error
     finally:
-        logger.removeFilter(renames)
-        _close_logs(logger, args.destdir)
-        shutil.rmtree(args.destdir, ignore_errors=True)
+        logger.removeFilter(name_destdir)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        args.destdir = destdir
         if created:
             with contextlib.suppress(OSError):  # it is not empty after a success
                 os.rmdir(destdir)
@@ -89,33 +97,18 @@ def _refuse_other_dictionaries(args: Namespace) -> None:
 
 
 def _move(source: str, target: str) -> None:
-    for name in sorted(os.listdir(source)):
-        if name == LOG and os.path.exists(os.path.join(target, LOG)):
-            with open(os.path.join(source, LOG), "rb") as new, open(os.path.join(target, LOG), "ab") as log:
-                shutil.copyfileobj(new, log)
+    for path in sorted(Path(source).iterdir()):
+        earlier = Path(target, path.name)
+        if path.name == "preprocess.log" and earlier.exists():
+            with earlier.open("ab") as log:
+                log.write(path.read_bytes())
         else:
-            os.replace(os.path.join(source, name), os.path.join(target, name))
+            path.replace(earlier)
 
 
-def _close_logs(logger: logging.Logger, folder: str) -> None:
-    """Close the log files in *folder*, which fairseq leaves open."""
-    prefix = os.path.join(os.path.abspath(folder), "")
-    for handler in list(logger.handlers):
-        if isinstance(handler, logging.FileHandler) and handler.baseFilename.startswith(prefix):
-            logger.removeHandler(handler)
-            with contextlib.suppress(OSError):
-                handler.close()
-
-
-class _RenameFolder(logging.Filter):
-    """Rewrites log messages: temporary folder -> the user's folder."""
-
-    def __init__(self, temporary: str, destdir: str) -> None:
-        super().__init__()
-        self.temporary, self.destdir = temporary, destdir
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record."""
-        if isinstance(record.msg, str):
-            record.msg = record.msg.replace(self.temporary, self.destdir)
-        return True
+def _close_logs(logger: logging.Logger, kept: list[logging.Handler]) -> None:
+    """Close the log file that fairseq leaves open: all handlers of *logger* but those *kept*."""
+    for handler in set(logger.handlers) - set(kept):
+        logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()

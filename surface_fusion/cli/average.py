@@ -6,21 +6,18 @@ from collections.abc import Sequence
 import torch
 
 from surface_fusion import averaging
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_trust_flag, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.io.atomic_write import atomic_write
-
-SUMMARY = "average the parameters of checkpoints into one"
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="surface-fusion average",
+        "average",
+        "CHECKPOINT ... -o OUT",
+        "(--last | --last-updates) N DIR -o OUT",
         description="Averages parameters in float64 and writes a checkpoint for generate, without optimizer "
         "state.",
-        usage="surface-fusion average CHECKPOINT ... -o OUT\n"
-        "       surface-fusion average (--last | --last-updates) N DIR -o OUT",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="checkpoints of one model")
     parser.add_argument("-o", "--output", required=True, metavar="OUT", help="output file")
@@ -48,11 +45,7 @@ def run(argv: Sequence[str]) -> None:
         paths = averaging.last_checkpoints(folder, int(count), by_update=bool(args.last_updates))
     if os.path.realpath(args.output) in map(os.path.realpath, paths):
         parser.error(f"{args.output} is one of the checkpoints to average; write to another file")
-    if os.path.exists(args.output) and not os.path.isfile(args.output):
-        parser.error(f"{args.output} is not a regular file and cannot be overwritten; give another name")
-    with trusted_checkpoints(args.trust_checkpoint):
-        state = averaging.average_checkpoints(paths)
-    with atomic_write(args.output) as file:
-        torch.save(state, file)
+    with atomic_write(args.output) as file, trusted_checkpoints(args.trust_checkpoint):
+        torch.save(averaging.average_checkpoints(paths), file)
     size = os.path.getsize(args.output) / 1e6
     print(f"{args.output}: the mean of {len(paths)} checkpoints, {', '.join(paths)} ({size:.1f} MB)")

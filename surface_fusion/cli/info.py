@@ -15,8 +15,9 @@ from fairseq.data import data_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.cli.checkpoint_flags import add_checkpoint_flags, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
+from surface_fusion.cli.verbs import SUMMARIES
 from surface_fusion.compat.checkpoint_allowlist import refusals
 from surface_fusion.compat.checkpoint_integrity import NotFiniteError, not_finite
 from surface_fusion.compat.checkpoint_loading import TRUST_ADVICE
@@ -26,38 +27,27 @@ from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 from surface_fusion.models.upgrade_state_dict import ENCODER_FUSION_PARAMETERS, FUSION_PARAMETERS
 from surface_fusion.version import __version__
 
-SUMMARY = "describe a checkpoint; without one, print the versions for a bug report"
-FAIRSEQ_DISTRIBUTIONS = ("ve-fairseq", "fairseq-fixed", "fairseq")
-# Validation metrics that fairseq logs in base 2.
-LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")
+LOSSES_IN_BITS = ("loss", "nll_loss", "normalized_nll_loss")  # fairseq logs them in base 2
 # Entries of a state dict that are not parameters.
 BUFFERS = ("version", "_float_tensor", "fusion.positions", "ffn_norm_first")
 
 
 def run(argv: Sequence[str]) -> None:
     """Print a description of a checkpoint, or the versions."""
-    parser = OneLineParser(
-        prog="surface-fusion info",
-        description=SUMMARY,
-        usage="surface-fusion info [CHECKPOINT] [--json]",
-        allow_abbrev=False,
-    )
+    parser = OneLineParser("info", "[CHECKPOINT] [--json]", description=SUMMARIES["info"])
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_trust_flag(parser)
-    add_user_dir_flag(parser)
+    add_checkpoint_flags(parser)
     args = parser.parse_args(argv)
-    if args.checkpoint is None:
-        facts = versions()
-    else:
-        facts = checkpoint_facts(args.checkpoint, args.trust_checkpoint)
+    import_user_dir(args.user_dir)
+    path, trust = args.checkpoint, args.trust_checkpoint
+    facts = versions() if path is None else checkpoint_facts(path, trust)
     if args.json:
         print(json.dumps(facts))
         return
     if files := facts.get("averaged"):
-        facts["averaged"] = (
-            f"of {len(files)} files, {', '.join(files)}; updates and best loss are those of the last"
-        )
+        names = ", ".join(files)
+        facts["averaged"] = f"of {len(files)} files, {names}; updates and best loss are those of the last"
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.replace('_', ' '):<{width}}  {_formatted(value)}")
@@ -73,14 +63,12 @@ def _formatted(value: Any) -> str:
 
 def versions() -> dict[str, Any]:
     """Return the versions of the packages, and the devices, for a bug report."""
-    installed = []
-    for name in FAIRSEQ_DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed.append(f"{name} {metadata.version(name)}")
+    names = dict.fromkeys(metadata.packages_distributions().get("fairseq", ()))
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "surface_fusion": __version__,
-        "fairseq": ", ".join(installed) or "not installed as a distribution",
+        "fairseq": ", ".join(f"{name} {metadata.version(name)}" for name in names)
+        or "not installed as a distribution",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": ", ".join(devices) or "CPU only",
@@ -105,7 +93,7 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         if not trust:
             raise
         unsafe_because.append(str(error).removesuffix(TRUST_ADVICE))
-        with trusted_checkpoints():
+        with trusted_checkpoints(trust):
             state = _load(path)
     unsafe_because += [f"it {refusal}" for refusal in refusals(state)]
     model, cfg = state["model"], state["cfg"].model
@@ -113,6 +101,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
     best = state["extra_state"].get("best")
     tensors = {name: value for name, value in model.items() if not name.endswith(BUFFERS)}
     fusion = {n: v for n, v in tensors.items() if n.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS)}
+    embeddings = {stack: model.get(f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder")}
+    entries = {stack: None if weight is None else len(weight) for stack, weight in embeddings.items()}
     return {
         "checkpoint": path,
         "architecture": _architecture(cfg),
@@ -124,8 +114,8 @@ def checkpoint_facts(path: str, trust: bool) -> dict[str, Any]:
         "best_loss": best,
         "best_loss_is": None if best is None else _metric(state["cfg"]),
         "languages": _languages(state["cfg"].task),
-        "source_dictionary": _rows(model, "encoder.embed_tokens.weight"),
-        "target_dictionary": _rows(model, "decoder.embed_tokens.weight"),
+        "source_dictionary": entries["encoder"],
+        "target_dictionary": entries["decoder"],
         "not_finite": not_finite(state),
         "published_code": hasattr(state.get("args"), "sf_fuision_mode"),
         "safe_to_load": not unsafe_because,
@@ -145,13 +135,13 @@ def _metric(cfg: Any) -> str:
     name = cfg.checkpoint.best_checkpoint_metric
     if name not in LOSSES_IN_BITS:
         return f"validation {name}"
-    per_sentence = name == "loss" and cfg.optimization.sentence_avg
+    unit = "sentence" if name == "loss" and cfg.optimization.sentence_avg else "token"
     smoothed = name == "loss" and (getattr(cfg.criterion, "label_smoothing", None) or 0) > 0
-    unit = f"bits per {'sentence' if per_sentence else 'token'}"
+    flags = _complete(cfg.model)
+    unnormalised = flags is not None and flags.unnormalised and name != "normalized_nll_loss"
     smoothing = ", with label smoothing" if smoothed else ""
-    unnormalised = name != "normalized_nll_loss" and _is_unnormalised(cfg.model)
     hard_fusion = ", of hard fusion's probabilities, which sum to less than 1" if unnormalised else ""
-    return f"validation {name}, {unit}{smoothing}{hard_fusion}"
+    return f"validation {name}, bits per {unit}{smoothing}{hard_fusion}"
 
 
 def _languages(task: Any) -> str:
@@ -170,16 +160,12 @@ def _count(tensors: dict[str, torch.Tensor]) -> int:
     return sum({(t.data_ptr(), t.shape): t.numel() for t in tensors.values()}.values())
 
 
-def _rows(model: dict[str, torch.Tensor], name: str) -> int | None:
-    return len(model[name]) if name in model else None
-
-
 def _architecture(model_cfg: Any) -> str:
     return str(getattr(model_cfg, "arch", None) or model_cfg._name)
 
 
 def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
-    """Fill in the defaults of *model_cfg* (Namespace or YAML); None if it is not a SurfaceFusion model."""
+    """Fill in the defaults of *model_cfg*; None if it is not of a SurfaceFusion model."""
     architecture = _architecture(model_cfg)
     if not architecture.startswith(MODEL_NAME):
         return None
@@ -189,44 +175,40 @@ def _complete(model_cfg: Any) -> SurfaceFusionConfig | None:
     return SurfaceFusionConfig.from_namespace(args)
 
 
-def _is_unnormalised(model_cfg: Any) -> bool:
-    cfg = _complete(model_cfg)
-    return cfg is not None and cfg.unnormalised
-
-
 def describe_fusion(model_cfg: Any) -> str:
     """Describe the fusion that the flags of *model_cfg* (a Namespace or YAML configuration) select."""
     cfg = _complete(model_cfg)
     if cfg is None:
         return "none: not a model of surface-fusion"
-    parts = []
-    if cfg.layer_wise_attention:
-        parts.append("decoder layer i attends to encoder layer i")
-    if cfg.encoder_fusion is not None:
-        embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
-        parts.append(f"encoder layers fused by {cfg.encoder_fusion}{embedding}")
-    if cfg.surfacefusion is None:
-        return "; ".join(parts if cfg.encoder_fusion else ["none: a plain Transformer", *parts])
-    if cfg.surfacefusion == "att":
-        depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
-        heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
-        parts.append(
-            f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
-        )
-    else:
+    embedding = " with the embedding layer" if cfg.encoder_fusion_embedding else ""
+    parts: list[Any] = [
+        not (cfg.surfacefusion or cfg.encoder_fusion) and "none: a plain Transformer",
+        cfg.layer_wise_attention and "decoder layer i attends to encoder layer i",
+        cfg.encoder_fusion and f"encoder layers fused by {cfg.encoder_fusion}{embedding}",
+    ]
+    if cfg.surfacefusion is not None:
+        parts += [
+            _describe_surface(cfg),
+            f"{'without' if cfg.sf_no_posedemb else 'with'} positions",
+            _describe_mode(cfg),
+            f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer",
+            cfg.sf_linear and "linear map per branch",
+            cfg.sf_no_detach and "gradient into query and key",
+        ]
+    return "; ".join(filter(None, parts))
+
+
+def _describe_surface(cfg: SurfaceFusionConfig) -> str:
+    if cfg.surfacefusion != "att":
         pooled = "tokens with id >= 50" if cfg.sf_pool_published else "all tokens"
-        parts.append(f"{cfg.surfacefusion} of the source embeddings over {pooled}")
-    parts.append(f"{'without' if cfg.sf_no_posedemb else 'with'} positions")
-    mode = str(cfg.sf_mode)
-    if cfg.mode.gated:
-        gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
-        mode += f", {gate}{', renormalised' if cfg.sf_renormalize else ''}"
-    else:
-        mode += f", tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
-    parts.append(mode)
-    parts.append(f"{'shared' if cfg.sf_ffn else 'no'} feed-forward layer")
-    if cfg.sf_linear:
-        parts.append("linear map per branch")
-    if cfg.sf_no_detach:
-        parts.append("gradient into query and key")
-    return "; ".join(parts)
+        return f"{cfg.surfacefusion} of the source embeddings over {pooled}"
+    depth = range(cfg.decoder.layers)[-1 if cfg.sf_idx is None else cfg.sf_idx] + 1
+    heads = f"{cfg.sf_attention_heads} head{'s' if cfg.sf_attention_heads > 1 else ''}"
+    return f"attention ({heads}) from decoder layer {depth} of {cfg.decoder.layers} to the source embeddings"
+
+
+def _describe_mode(cfg: SurfaceFusionConfig) -> str:
+    if not cfg.mode.gated:
+        return f"{cfg.sf_mode}, tau {cfg.mode.scale(cfg.sf_softmax_tau):g}"
+    gate = "learned gate" if cfg.learned_gate else f"gate {cfg.sf_gate:g}"
+    return f"{cfg.sf_mode}, {gate}{', renormalised' if cfg.sf_renormalize else ''}"

@@ -8,17 +8,12 @@ from typing import TextIO
 
 from omegaconf import DictConfig
 
-LOG_FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
 
-
-class ShortConfiguration(logging.Filter):
-    """Replaces the configuration that fairseq logs at each start (20,000 characters) by one short line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record; replace the message if it is a configuration."""
-        if isinstance(record.msg, (DictConfig, argparse.Namespace)):
-            record.msg = "configuration not shown; add --show-config to see it"
-        return True
+def shorten_configuration(record: logging.LogRecord) -> bool:
+    """Replace the configuration that fairseq logs at each start (20,000 characters) by one short line."""
+    if isinstance(record.msg, (DictConfig, argparse.Namespace)):
+        record.msg = "configuration not shown; add --show-config to see it"
+    return True
 
 
 def below_error(record: logging.LogRecord) -> bool:
@@ -43,9 +38,6 @@ class LogHandler(logging.StreamHandler[TextIO]):
             print(f"surface-fusion: the log cannot be written: {error.strerror}", file=sys.stderr)
 
 
-_SHORT_CONFIGURATION = ShortConfiguration()
-
-
 def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     """Log as fairseq's commands do, on ``stdout`` or ``stderr``.
 
@@ -57,7 +49,8 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
         if type(handler) in (logging.StreamHandler, LogHandler):
             root.removeHandler(handler)
     handler = LogHandler(getattr(sys, stream_name))
-    handler.setFormatter(logging.Formatter(LOG_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    line = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
+    handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     if verb == "interactive":  # logs four lines about batching per sentence
@@ -66,5 +59,5 @@ def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:
     # fairseq.dataclass.utils lists all settings in its error.
     for name in ("surface_fusion.models.upgrade_state_dict", "fairseq.dataclass.utils"):
         logging.getLogger(name).addFilter(below_error)
-    fairseq_logger = logging.getLogger(f"fairseq_cli.{verb}")
-    (fairseq_logger.removeFilter if show_config else fairseq_logger.addFilter)(_SHORT_CONFIGURATION)
+    command = logging.getLogger(f"fairseq_cli.{verb}")
+    (command.removeFilter if show_config else command.addFilter)(shorten_configuration)

@@ -1,40 +1,30 @@
-"""``surface-fusion VERB ...``: dispatch to a verb and set the exit status."""
+"""``surface-fusion VERB ...``: dispatch to a verb and set the exit status.
+
+The module of a verb, and with it torch and fairseq, is imported when the verb runs.
+"""
 
 import contextlib
 import difflib
+import importlib
 import os
 import sys
 
-from surface_fusion.cli import analyse, average, fairseq_verbs, info, score, translate, user_errors
+from surface_fusion.cli.user_errors import user_line
+from surface_fusion.cli.verbs import FAIRSEQ_VERBS, OWN_VERBS, SUMMARIES
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import NO_SPACE
 from surface_fusion.version import __version__
 
-OWN_VERBS = {
-    "translate": translate,
-    "score": score,
-    "average": average,
-    "info": info,
-    "analyse": analyse,
-}
+_LIST = "\n".join(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items())
+HELP = f"""\
+usage: surface-fusion VERB ...
 
-SUMMARIES = {
-    **{verb: spec.summary for verb, spec in fairseq_verbs.FAIRSEQ_VERBS.items()},
-    **{verb: module.SUMMARY for verb, module in OWN_VERBS.items()},
-}
+Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package
+loaded and accept all of fairseq's flags.
 
-HELP = "\n".join(
-    (
-        "usage: surface-fusion VERB ...",
-        "",
-        "Encoder layer fusion for fairseq. The first five verbs are fairseq's commands with this package",
-        "loaded and accept all of fairseq's flags.",
-        "",
-        *(f"  {verb:<12} {summary}" for verb, summary in SUMMARIES.items()),
-        "",
-        "surface-fusion VERB --help shows the flags of a verb, surface-fusion --version the version.",
-    )
-)
+{_LIST}
+
+surface-fusion VERB --help shows the flags of a verb, surface-fusion --version the version."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,13 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     name = "surface-fusion" + (f" {argv[0]}" if argv and argv[0] in SUMMARIES else "")
+    status = 0
     try:
-        _run(argv)
+        try:
+            _run(argv)
+        except SystemExit as stop:  # argparse after --help
+            status = int(stop.code or 0)
         if sys.stdout is not None:
             sys.stdout.flush()
-        return 0
-    except SystemExit as stop:  # argparse after --help
-        return int(stop.code or 0)
+        return status
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
@@ -60,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         _discard_output()
         return 141
     except Exception as exception:
-        line = user_errors.user_line(exception)
+        line = user_line(exception)
         if line is None:
             raise
         if isinstance(exception, OSError) and exception.errno in NO_SPACE:
@@ -76,17 +68,19 @@ def _discard_output() -> None:
 
 
 def _run(argv: list[str]) -> None:
-    verb = argv[0] if argv else None
+    if not argv:
+        raise SurfaceFusionError(f"no verb given; choose one of {', '.join(SUMMARIES)}")
+    verb, *rest = argv
     if verb in ("-h", "--help"):
         print(HELP)
     elif verb in ("-V", "--version"):
         print(f"surface-fusion {__version__}")
     elif verb in OWN_VERBS:
-        OWN_VERBS[verb].run(argv[1:])
-    elif verb in fairseq_verbs.FAIRSEQ_VERBS:
-        fairseq_verbs.run(verb, argv[1:])
-    elif verb is None:
-        raise SurfaceFusionError(f"no verb given; choose one of {', '.join(SUMMARIES)}")
+        importlib.import_module(f"surface_fusion.cli.{verb}").run(rest)
+    elif verb in FAIRSEQ_VERBS:
+        from surface_fusion.cli import fairseq_verbs
+
+        fairseq_verbs.run(verb, rest)
     else:
         close = difflib.get_close_matches(verb, SUMMARIES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(SUMMARIES)}"

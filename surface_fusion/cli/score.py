@@ -4,25 +4,23 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from surface_fusion import scoring
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import read_lines
 
-SUMMARY = "sacreBLEU, chrF and tokenised BLEU of a translation"
-
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="surface-fusion score",
+        "score",
+        "--hyp FILE --ref FILE ... [flags]",
+        "--generate-output FILE [--ref FILE ...] [flags]",
         description="Computes scores with sacreBLEU and prints their signatures: sacreBLEU (13a) and chrF on "
         "plain text, tokenised BLEU on the space-separated tokens as given.",
-        usage="surface-fusion score --hyp FILE --ref FILE ... [flags]\n"
-        "       surface-fusion score --generate-output FILE [--ref FILE ...] [flags]",
-        allow_abbrev=False,
     )
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hyp", metavar="FILE", help="translations, one per line")
     source.add_argument(
@@ -31,24 +29,24 @@ def _parser() -> OneLineParser:
         help="output of generate: tokenised BLEU of its H- lines against its T- lines, and with --ref "
         "sacreBLEU and chrF of its D- lines",
     )
-    parser.add_argument(
+    add(
         "--ref",
         metavar="FILE",
         action="append",
         help="raw references, one per line; repeat the flag for several references per line",
     )
-    parser.add_argument(
+    add(
         "--skipped-as-empty",
         action="store_true",
         help="with --generate-output: score sentences that generate skipped as empty translations",
     )
-    parser.add_argument(
+    add(
         "--romanian",
         action="store_true",
         help="also score both sides with comma-below instead of cedilla letters, and without diacritics",
     )
-    parser.add_argument("--lang", metavar="CODE", help="target language; ro means --romanian")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--lang", metavar="CODE", help="target language; ro means --romanian")
+    add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -57,9 +55,9 @@ class _Report:
     """The scores and warnings to print; its fields are the keys of ``--json``."""
 
     sentences: int
-    skipped: list[int] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    scores: list[scoring.Score] = field(default_factory=list)
+    skipped: list[int]
+    warnings: list[str]
+    scores: list[scoring.Score]
 
 
 def run(argv: Sequence[str]) -> None:
@@ -69,12 +67,11 @@ def run(argv: Sequence[str]) -> None:
     romanian = args.romanian or args.lang == "ro"
     if args.hyp is not None and args.ref is None:
         parser.error("--hyp needs --ref")
-    references = None if args.ref is None else _read_references(args.ref)
-    if args.hyp is not None and references is not None:
+    references = _read_references(args.ref or [])
+    if args.hyp is not None:
         hypotheses = read_lines(args.hyp)
-        report = _Report(len(hypotheses))
-        report.scores = scoring.score(hypotheses, references, romanian)
-        report.warnings = scoring.text_warnings(hypotheses)
+        scores = scoring.score(hypotheses, references, romanian)
+        report = _Report(len(hypotheses), [], scoring.text_warnings(hypotheses), scores)
     else:
         output = scoring.parse_generate_output(read_lines(args.generate_output))
         report = _report_on_generate(output, references, romanian, args.skipped_as_empty)
@@ -89,32 +86,26 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _report_on_generate(
-    output: scoring.GenerateOutput,
-    references: list[list[str]] | None,
-    romanian: bool,
-    skipped_as_empty: bool,
+    output: scoring.GenerateOutput, references: list[list[str]], romanian: bool, skipped_as_empty: bool
 ) -> _Report:
-    report = _Report(len(output.ids), output.skipped)
-    if references is None:
-        report.warnings.append("no sacreBLEU without the raw references; add --ref FILE")
+    """Score the tokens of *output*, and its text if there are *references*."""
+    if not references:
+        skipped, scores = output.skipped, []
+        warnings = ["no sacreBLEU without the raw references; add --ref FILE"]
     else:
-        report.skipped = _skipped(output, len(references[0]), skipped_as_empty)
+        skipped = _skipped(output, len(references[0]), skipped_as_empty)
         text = dict(zip(output.ids, output.text, strict=True))
         hypotheses = [text.get(i, "") for i in range(len(references[0]))]
-        report.scores = scoring.score_text(hypotheses, references, romanian)
-        report.warnings += scoring.text_warnings(output.text)
-    report.scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
-    if report.skipped:
-        report.warnings.append(f"generate skipped {_listed(report.skipped)}: left out of tokenised BLEU")
-    return report
+        scores = scoring.score_text(hypotheses, references, romanian)
+        warnings = scoring.text_warnings(output.text)
+    scores += scoring.score_tokens(output.tokens, output.tokenised_references, romanian)
+    if skipped:
+        warnings.append(f"generate skipped {_listed(skipped)}: left out of tokenised BLEU")
+    return _Report(len(output.ids), skipped, warnings, scores)
 
 
 def _read_references(paths: list[str]) -> list[list[str]]:
-    """Read the lines of each file.
-
-    Raises:
-        SurfaceFusionError: the files have different numbers of lines.
-    """
+    """Read the lines of each file; the files must have the same number of lines."""
     references = [read_lines(path) for path in paths]
     for path, lines in zip(paths, references, strict=True):
         if len(lines) != len(references[0]):
@@ -126,11 +117,7 @@ def _read_references(paths: list[str]) -> list[list[str]]:
 
 
 def _skipped(output: scoring.GenerateOutput, references: int, as_empty: bool) -> list[int]:
-    """Return the indices of sentences without a translation.
-
-    Raises:
-        SurfaceFusionError: there are some without ``--skipped-as-empty``, or the numbers of lines differ.
-    """
+    """Return the indices of sentences without a translation, which only ``--skipped-as-empty`` accepts."""
     skipped = sorted(set(range(references)) - set(output.ids))
     if len(output.ids) + len(skipped) != references or (skipped and not as_empty):
         without = f", without {_listed(skipped)} (--skipped-as-empty scores them as empty)" if skipped else ""

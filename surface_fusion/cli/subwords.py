@@ -1,18 +1,21 @@
 """Warn about a ``--remove-bpe`` that does not match the subwords of the data."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Other values of --remove-bpe with the meaning of "@@ ".
-SYNONYMS = {"subword_nmt": "@@ ", "@@": "@@ "}
+from fairseq import tasks
+
+from surface_fusion.compat.patching import replaced
+from surface_fusion.data.subwords import subword_marks
+
+SYNONYMS = {"subword_nmt": "@@ ", "@@": "@@ "}  # values of --remove-bpe
 
 
 def hint(argv: Sequence[str], dictionary: Any) -> str | None:
     """Return a warning if ``--remove-bpe`` in *argv* does not match *dictionary*, else None."""
-    from surface_fusion.analysis.ablation import subword_marks
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--remove-bpe", "--post-process", nargs="?", const="@@ ", dest="symbol")
     parser.add_argument("--bpe")
@@ -40,13 +43,16 @@ def hint(argv: Sequence[str], dictionary: Any) -> str | None:
     return None
 
 
-def with_hint(set_up: Callable[..., Any], verb: str, argv: Sequence[str]) -> Callable[..., Any]:
-    """Wrap fairseq's ``setup_task``, which loads the dictionary, to print the :func:`hint` on stderr."""
+@contextlib.contextmanager
+def subword_hint(verb: str, argv: Sequence[str]) -> Iterator[None]:
+    """Inside the block, print the :func:`hint` when fairseq's ``setup_task`` has loaded the dictionary."""
+    fairseqs_setup_task = tasks.setup_task
 
-    def set_up_task(*args: Any, **kwargs: Any) -> Any:
-        task = set_up(*args, **kwargs)
+    def setup_task(*args: Any, **kwargs: Any) -> Any:
+        task = fairseqs_setup_task(*args, **kwargs)
         if (line := hint(argv, task.target_dictionary)) is not None:
             print(f"surface-fusion {verb}: warning: {line}", file=sys.stderr)
         return task
 
-    return set_up_task
+    with replaced(tasks, "setup_task", setup_task):
+        yield

@@ -4,62 +4,54 @@ import io
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from surface_fusion.cli.fairseq_verbs import add_trust_flag, add_user_dir_flag, trusted_checkpoints
+from surface_fusion.analysis.explain import explain, loaded_pair
+from surface_fusion.cli.checkpoint_flags import add_checkpoint_flags, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.user_errors import OneLineParser
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.lines import batches_of_lines
-from surface_fusion.models.hub_interface import TranslationHub
+from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
-SUMMARY = "translate raw text from standard input, line by line"
-
-MAX_LINES = 64
-"""Maximum number of lines per call of the model; fewer if the input pauses."""
+MAX_LINES = 64  # per call of the model; fewer if the input pauses
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(
-        prog="surface-fusion translate",
+        "translate",
+        "MODEL_DIR [flags] < TEXT",
         description="Translates each line of standard input to a line of standard output. MODEL_DIR (or its "
         "subfolders checkpoints, data-bin, pieces) holds checkpoint_best.pt or checkpoint_last.pt, the two "
         "dict.*.txt, and the sentencepiece model *.model used to segment the training text.",
-        usage="surface-fusion translate MODEL_DIR [flags] < TEXT",
-        allow_abbrev=False,
     )
-    parser.add_argument(
-        "folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo"
-    )
-    parser.add_argument("--checkpoint", metavar="NAME", help="name of another checkpoint in the folder")
-    parser.add_argument("--beam", type=int, default=4, metavar="N", help="beam size; default: 4")
-    parser.add_argument(
+    add = parser.add_argument
+    add("folder", metavar="MODEL_DIR", type=Path, help="folder of the model, such as runs/demo")
+    add("--checkpoint", metavar="NAME", help="name of another checkpoint in the folder")
+    add("--beam", type=int, default=4, metavar="N", help="beam size; default: 4")
+    add(
         "--explain",
         action="store_true",
         help="print a table below each translation: the prediction of each branch for each token, and the "
         "source token with the most attention",
     )
-    parser.add_argument(
+    add(
         "-o",
         "--out",
         type=Path,
         metavar="DIR",
         help="--explain: also write tables and heat maps, DIR/1 for line 1",
     )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even if a GPU is available")
-    add_trust_flag(parser)
-    add_user_dir_flag(parser)
+    add("--cpu", action="store_true", help="use the CPU even if a GPU is available")
+    add_checkpoint_flags(parser)
     return parser
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files needed to translate raw text."""
+class ModelFiles(NamedTuple):
+    """The checkpoint, the folder of its dictionaries, and the sentencepiece model."""
 
     checkpoint: Path
     dictionaries: Path
@@ -90,29 +82,11 @@ def find_files(folder: Path, checkpoint: str | None = None) -> ModelFiles:
     return ModelFiles(path, data, models[0])
 
 
-class Translation(NamedTuple):
-    """The translation of a line, and the token ids of source and target (None if it was not translated)."""
-
-    text: str
-    tokens: tuple[Tensor, Tensor] | None = None
-
-
-def translations(hub: TranslationHub, batches: Iterable[list[str]], beam: int) -> Iterator[Translation]:
-    """Yield a translation per line of *batches*, empty if the line is empty or too long."""
-    first_line = 1
-    for batch in batches:
-        rows = [hub.encode(line.strip()) for line in batch]
-        for row, (best, *_) in zip(rows, hub.generate(rows, beam, first_line=first_line), strict=True):
-            translated = best["score"] > -math.inf
-            tokens = best["tokens"].cpu()
-            yield Translation(hub.decode(tokens), (row, tokens) if translated else None)
-        first_line += len(batch)
-
-
 def run(argv: Sequence[str]) -> None:
     """Translate standard input."""
     parser = _parser()
     args = parser.parse_args(argv)
+    import_user_dir(args.user_dir)
     if args.beam < 1:
         parser.error(f"--beam {args.beam}: give 1 or more")
     if args.out is not None and not args.explain:
@@ -126,29 +100,27 @@ def run(argv: Sequence[str]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as the input, independent of the locale
     logging.basicConfig(format="surface-fusion translate: %(message)s")  # for warnings about single lines
-    from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
-
-    files = find_files(args.folder, args.checkpoint)
+    checkpoint, dictionaries, sentencepiece = find_files(args.folder, args.checkpoint)
     with trusted_checkpoints(args.trust_checkpoint):
         hub = SurfaceFusionModel.from_pretrained(
-            str(files.checkpoint.parent),
-            files.checkpoint.name,
-            str(files.dictionaries.absolute()),  # the hub takes ./ and ../ as relative to the checkpoint
+            str(checkpoint.parent),
+            checkpoint.name,
+            str(dictionaries.absolute()),  # the hub takes ./ and ../ as relative to the checkpoint
             bpe="sentencepiece",
-            sentencepiece_model=str(files.sentencepiece),
+            sentencepiece_model=str(sentencepiece),
         )
     hub.eval()
     if torch.cuda.is_available() and not args.cpu:
         hub.cuda()
-    batches = batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES)
-    for number, translation in enumerate(translations(hub, batches, args.beam), 1):
-        print(translation.text, flush=True)
-        if args.explain and translation.tokens is not None:
-            for line in _explain(hub, translation.tokens, args.out and args.out / str(number)):
-                print(f"    {line}", flush=True)
-
-
-def _explain(hub: Any, tokens: tuple[Tensor, Tensor], out: Path | None) -> list[str]:
-    from surface_fusion.analysis.explain import explain, loaded_pair
-
-    return explain(loaded_pair(hub.models[0], hub.task, *tokens), out)
+    first_line = 1
+    for batch in batches_of_lines(sys.stdin, 1 if args.explain or sys.stdin.isatty() else MAX_LINES):
+        rows = [hub.encode(line.strip()) for line in batch]
+        results = hub.generate(rows, args.beam, first_line=first_line)
+        for number, (row, (best, *_)) in enumerate(zip(rows, results, strict=True), first_line):
+            tokens = best["tokens"].cpu()
+            print(hub.decode(tokens), flush=True)
+            if args.explain and best["score"] > -math.inf:
+                pair = loaded_pair(hub.models[0], hub.task, row, tokens)
+                for line in explain(pair, args.out and args.out / str(number)):
+                    print(f"    {line}", flush=True)
+        first_line += len(batch)

@@ -3,9 +3,8 @@
 import argparse
 import difflib
 import re
-from typing import Any, NoReturn, Optional
-
-from omegaconf.errors import MissingMandatoryValue, ValidationError
+import traceback
+from typing import Any, NoReturn
 
 from surface_fusion.errors import SurfaceFusionError, shorten
 from surface_fusion.io.atomic_write import NO_SPACE
@@ -14,43 +13,6 @@ from surface_fusion.io.atomic_write import NO_SPACE
 CHILD_ERROR = re.compile(
     rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
 )
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that raises :class:`SurfaceFusionError`; an option may have one value only."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name in (None, "store"):
-            self.register("action", name, _StoreOnce)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and exiting."""
-        refuse(self, message)
-
-
-class _StoreOnce(argparse._StoreAction):
-    """argparse's default action, but a second, different value is an error."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: Optional[str] = None,
-    ) -> None:
-        """Store the value.
-
-        Raises:
-            SurfaceFusionError: the option was given before, with another value.
-        """
-        super().__call__(parser, namespace, values, option_string)
-        if option_string is None:
-            return
-        first_values = vars(namespace).setdefault("_first_values", {})
-        first = first_values.setdefault(self.dest, values)
-        if first != values:
-            refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -66,22 +28,46 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise SurfaceFusionError(f"{message} (see {parser.prog} --help)")
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """The parser of *verb*, which any of *usages* follows; raises :class:`SurfaceFusionError`.
+
+    An option may have one value only.
+    """
+
+    def __init__(self, verb: str, *usages: str, **kwargs: Any) -> None:
+        prog = f"surface-fusion {verb}"
+        usage = "\n       ".join(f"{prog} {usage}" for usage in usages)
+        super().__init__(prog=prog, usage=usage, allow_abbrev=False, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    error = refuse
+
+
+class _StoreOnce(argparse._StoreAction):
+    """argparse's default action, but a second, different value is an error."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        first = vars(namespace).setdefault("_first_values", {}).setdefault(self.dest, values)
+        if option_string is not None and first != values:
+            refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
+
+
 def user_line(exception: BaseException) -> str | None:
     """Return the error line if *exception*, or one in its chain, is a user's mistake; else None."""
     chain = [exception]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
-    for error in chain:
-        if isinstance(error, SurfaceFusionError):
-            return " ".join(str(error).split())
-    for error in reversed(chain):  # the first one raised is the most specific
-        line = _known_line(error)
-        if line is not None:
-            return " ".join(line.split())
-    return None
+    lines = [str(error) for error in chain if isinstance(error, SurfaceFusionError)]
+    if not lines:  # the first one raised is the most specific
+        lines = [line for error in reversed(chain) if (line := _known_line(error)) is not None]
+    return " ".join(lines[0].split()) if lines else None
 
 
 def _known_line(exception: BaseException) -> str | None:
+    from omegaconf.errors import MissingMandatoryValue, ValidationError  # slow to import
+
     text = str(exception)
     if child := CHILD_ERROR.findall(text):
         return str(child[-1])
@@ -110,17 +96,14 @@ def _known_line(exception: BaseException) -> str | None:
         # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package, and by
         # assertions and ValueErrors that name a flag or come from its distributed module ("world size is 2
         # but have 0 available devices").
-        if type(exception) in (Exception, OSError, ImportError):
-            return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
-        if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
+        reported = isinstance(exception, (AssertionError, ValueError)) and names_a_flag
+        if reported or type(exception) in (Exception, OSError, ImportError):
             return text
     return None
 
 
 def _raising_module(exception: BaseException) -> str:
     """Return the name of the module that raised *exception*."""
-    trace = exception.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return str(trace.tb_frame.f_globals.get("__name__")) if trace is not None else ""
+    frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")) if frames else ""

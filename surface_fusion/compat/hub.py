@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -71,19 +71,15 @@ def keep_order_of_lines(
     hub: Any,
     tokenized_sentences: Any,
     *args: Any,
-    skip: Callable[[Tensor], bool] = lambda row: False,
-    first_line: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Return an empty result for a line that is too long; the hub drops it, which shifts all later results.
 
-    A warning with the number of the line is logged. A row for which the additional keyword *skip* returns
-    True gets an empty result without a warning.
+    A warning with the number of the line is logged.
     """
     if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
         return generate(hub, tokenized_sentences, *args, **kwargs)  # calls this for a list of one
-    fits = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"), first_line)
-    indices = [i for i in fits if not skip(tokenized_sentences[i])]
+    indices = fitting(tokenized_sentences, position_limit(hub.max_positions, "source"))
     rows = [tokenized_sentences[i] for i in indices]
     results = generate(hub, rows, *args, **kwargs) if rows else []
     return in_order(results, indices, len(tokenized_sentences), hub.tgt_dict.eos())

@@ -35,11 +35,9 @@ def fill_defaults(args: Any) -> None:
         SurfaceFusionError: a checkpoint of the published code computes something that is not supported.
     """
     published = hasattr(args, "sf_fuision_mode")
-    if published and not hasattr(args, "sf_mode"):
-        args.sf_mode = args.sf_fuision_mode
-    if published and not hasattr(args, "sf_pool_published"):
-        args.sf_pool_published = True
     if published:
+        args.sf_mode = getattr(args, "sf_mode", args.sf_fuision_mode)
+        args.sf_pool_published = getattr(args, "sf_pool_published", True)
         _normalise_published_positions(args)
     inherited = {f.name for f in fields(TransformerConfig)}
     for f in fields(SurfaceFusionConfig):

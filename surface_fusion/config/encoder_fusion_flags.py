@@ -14,10 +14,16 @@ from typing import Any, Optional
 
 from fairseq.models.transformer import TransformerConfig
 
-from surface_fusion.encoder_fusion import Combination, FusionMethod, LayerAttention, methods, options_of
+from surface_fusion.encoder_fusion import FusionMethod, LayerAttention, methods, options_of
+from surface_fusion.encoder_fusion.registry import BASES
 from surface_fusion.errors import SurfaceFusionError
 
 logger = logging.getLogger(__name__)
+
+
+def flag(text: str, default: Any = False) -> Any:
+    """Return a field that is a flag with the help *text*."""
+    return field(default=default, metadata={"help": text})
 
 
 # Optional[X], not X | None: fairseq's parser supports only the former.
@@ -25,78 +31,39 @@ logger = logging.getLogger(__name__)
 class EncoderFusionConfig(TransformerConfig):
     """Flags of fairseq's Transformer and of encoder layer fusion."""
 
-    encoder_fusion: Optional[str] = field(
-        default=None,
-        metadata={"help": "how to combine the encoder's layers into what the decoder attends to"},
+    encoder_fusion: Optional[str] = flag(
+        "how to combine the encoder's layers into what the decoder attends to", None
     )
-    encoder_fusion_options: Optional[str] = field(
-        default=None,
-        metadata={
-            "help": "options of a method that have no flag of their own, as Python's keyword arguments: "
-            "KEY=VALUE,KEY=VALUE"
-        },
+    encoder_fusion_options: Optional[str] = flag(
+        "options of a method that have no flag of their own, as Python's keyword arguments: "
+        "KEY=VALUE,KEY=VALUE",
+        None,
     )
-    encoder_fusion_embedding: bool = field(
-        default=False,
-        metadata={"help": "include the embedding layer in --encoder-fusion, as layer 0"},
+    encoder_fusion_embedding: bool = flag("include the embedding layer in --encoder-fusion, as layer 0")
+    no_encoder_fusion_embedding: bool = flag(
+        "dlcl, dense: by default every layer also reads the embedding layer; with this flag only the first "
+        "does"
     )
-    no_encoder_fusion_embedding: bool = field(
-        default=False,
-        metadata={
-            "help": "dlcl, dense: by default every layer also reads the embedding layer; with this flag only "
-            "the first does"
-        },
+    extra_encoder_layers: int = flag("number of layers that --encoder-fusion extra-layers adds", 1)
+    dwatt_bottleneck: int = flag("width inside dwatt's feed-forward maps; 0: half the encoder's", 0)
+    dwatt_d_pos: int = flag("width of dwatt's layer positions", 24)
+    dwatt_scaling: bool = flag("divide dwatt's scores by the square root of the width")
+    routing_capsules: int = flag("output capsules of routing; must divide the encoder's width", 8)
+    routing_iterations: int = flag("iterations of routing", 3)
+    transparent_attention: bool = flag(
+        "published name of --encoder-fusion transparent (with --fine-grained-ta: fine-grained)"
     )
-    extra_encoder_layers: int = field(
-        default=1, metadata={"help": "number of layers that --encoder-fusion extra-layers adds"}
+    fine_grained_ta: bool = flag("one weight for each channel, with --transparent-attention")
+    ta_source_embedding: bool = flag("published name of --encoder-fusion-embedding")
+    ta_posedemb: bool = flag(
+        "transparent, fine-grained: layer 0 is the encoder's input, embeddings with positions"
     )
-    dwatt_bottleneck: int = field(
-        default=0, metadata={"help": "width inside dwatt's feed-forward maps; 0: half the encoder's"}
+    no_ta_embnorm: bool = flag("transparent, fine-grained: no LayerNorm over layer 0 (pre-norm has none)")
+    ta_ffn: bool = flag(
+        "transparent, fine-grained: a feed-forward layer with LayerNorm over all layers' outputs"
     )
-    dwatt_d_pos: int = field(default=24, metadata={"help": "width of dwatt's layer positions"})
-    dwatt_scaling: bool = field(
-        default=False, metadata={"help": "divide dwatt's scores by the square root of the width"}
-    )
-    routing_capsules: int = field(
-        default=8, metadata={"help": "output capsules of routing; must divide the encoder's width"}
-    )
-    routing_iterations: int = field(default=3, metadata={"help": "iterations of routing"})
-    transparent_attention: bool = field(
-        default=False,
-        metadata={
-            "help": "published name of --encoder-fusion transparent (with --fine-grained-ta: fine-grained)"
-        },
-    )
-    fine_grained_ta: bool = field(
-        default=False, metadata={"help": "one weight for each channel, with --transparent-attention"}
-    )
-    ta_source_embedding: bool = field(
-        default=False, metadata={"help": "published name of --encoder-fusion-embedding"}
-    )
-    ta_posedemb: bool = field(
-        default=False,
-        metadata={
-            "help": "transparent, fine-grained: layer 0 is the encoder's input, embeddings with positions"
-        },
-    )
-    no_ta_embnorm: bool = field(
-        default=False,
-        metadata={"help": "transparent, fine-grained: no LayerNorm over layer 0 (pre-norm has none)"},
-    )
-    ta_ffn: bool = field(
-        default=False,
-        metadata={
-            "help": "transparent, fine-grained: a feed-forward layer with LayerNorm over all layers' outputs"
-        },
-    )
-    ta_dropout: float = field(
-        default=0.1,
-        metadata={"help": "transparent, fine-grained: dropout of the weights and of the mix"},
-    )
-    ta_dropconnect: bool = field(
-        default=False,
-        metadata={"help": "transparent, fine-grained: drop weights before their softmax (DropConnect)"},
-    )
+    ta_dropout: float = flag("transparent, fine-grained: dropout of the weights and of the mix", 0.1)
+    ta_dropconnect: bool = flag("transparent, fine-grained: drop weights before their softmax (DropConnect)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; fairseq would take our ``encoder_fusion...`` fields for fields of *encoder*."""
@@ -110,10 +77,7 @@ class EncoderFusionConfig(TransformerConfig):
         text = super()._get_help(attribute_name)
         if attribute_name != "encoder_fusion":
             return text
-        places: dict[str, list[str]] = {}
-        for name, method in methods().items():
-            places.setdefault(method.place, []).append(name)
-        lists = (f"{place}: {', '.join(names)}" for place, names in places.items())
+        lists = (f"{base.place}: {', '.join(methods(base))}" for base in BASES)
         return "; ".join((text, *lists, "default: the last layer only"))
 
     @property
@@ -123,11 +87,15 @@ class EncoderFusionConfig(TransformerConfig):
         return bool(getattr(self, "layer_wise_attention", False)) or per_layer
 
     @property
+    def fusion_method(self) -> type[FusionMethod] | None:
+        """The class of ``--encoder-fusion``; None without the flag, and if no such method is registered."""
+        return methods().get(self.encoder_fusion or "")
+
+    @property
     def extra_layer_numbers(self) -> range:
-        """Indices of the encoder layers that ``extra-layers`` adds."""
-        layers = self.encoder.layers
-        extra = self.extra_encoder_layers if self.encoder_fusion == "extra-layers" else 0
-        return range(layers, layers + extra)
+        """Indices of the encoder layers that the method adds; empty for most methods."""
+        method, layers = self.fusion_method, self.encoder.layers
+        return range(layers, layers + self.extra_encoder_layers * (method is not None and method.adds_layers))
 
     def fusion_options(self, method: type[FusionMethod]) -> dict[str, Any]:
         """Return the options of *method* from its own flags and ``--encoder-fusion-options``.
@@ -138,8 +106,9 @@ class EncoderFusionConfig(TransformerConfig):
         options = options_of(method)
         flags = {}
         if method.__module__.startswith("surface_fusion."):  # others may have names like "attention"
-            flags = {name: f"{method.name.replace('-', '_')}_{name}" for name in options}
-            flags = {name: flag for name, flag in flags.items() if hasattr(type(self), flag)}
+            prefix = method.name.replace("-", "_")
+            names = {name: f"{prefix}_{name}" for name in options if hasattr(type(self), f"{prefix}_{name}")}
+            flags = {name: getattr(self, flag) for name, flag in names.items()}
         text = str(self.encoder_fusion_options or "")
         values = _keyword_arguments(text)
         if values is None or not values.keys() <= options.keys() - flags.keys():
@@ -157,61 +126,18 @@ class EncoderFusionConfig(TransformerConfig):
                     f"--encoder-fusion-options {name}={value!r}: give a value of type "
                     f"{type(default).__name__}, such as {default!r}"
                 )
-        return {**options, **{name: getattr(self, flag) for name, flag in flags.items()}}
-
-    def check_encoder_fusion(self) -> None:
-        """Raise :class:`SurfaceFusionError` for a value that a model cannot be built with."""
-        name, inside = self.encoder_fusion, methods(Combination)
-        for flag, useful in (
-            ("encoder_fusion_embedding", name not in (None, "extra-layers", *inside)),
-            ("no_encoder_fusion_embedding", name in inside),
-            ("encoder_fusion_options", name is not None),
-        ):
-            if getattr(self, flag) and not useful:
-                reason = f"with --encoder-fusion {name}" if name else "since --encoder-fusion is not given"
-                logger.warning(f"--{flag.replace('_', '-')}: without effect {reason}")
-        if name is None:
-            return
-        method = methods().get(name)
-        if method is None:
-            raise SurfaceFusionError(
-                f"--encoder-fusion {name}: unknown, choose one of {', '.join(methods())}, or import the "
-                "module that registers it (--user-dir)"
-            )
-        if self.no_cross_attention:
-            raise SurfaceFusionError(
-                f"--encoder-fusion {name} is for a decoder that attends to the encoder; leave out "
-                "--no-cross-attention"
-            )
-        if getattr(self, "layer_wise_attention", False):
-            raise SurfaceFusionError(
-                f"--layer-wise-attention and --encoder-fusion {name} both say what the decoder attends to; "
-                "leave one out"
-            )
-        if name == "extra-layers" and self.extra_encoder_layers < 1:
-            raise SurfaceFusionError(
-                f"--extra-encoder-layers {self.extra_encoder_layers} adds nothing; give 1 or more"
-            )
-        try:
-            method.check_options(self.encoder.embed_dim, **self.fusion_options(method))
-        except ValueError as error:
-            raise SurfaceFusionError(str(error)) from error
-        for stack in ("encoder", "decoder"):
-            if getattr(self, stack).layers < 1:
-                raise SurfaceFusionError(f"--encoder-fusion {name} needs {stack} layers, got none")
+        return options | flags
 
 
 def _keyword_arguments(text: str) -> dict[str, Any] | None:
     """Parse ``a=1,b=word`` as the keyword arguments of a call, literals and words; None if it is not that."""
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
+        call: Any = ast.parse(f"f({text})", mode="eval").body
         values = {str(k.arg): k.value for k in call.keywords}
-        if len(values) < len(call.keywords):  # a key is given twice
+        if call.args or len(values) < len(call.keywords):  # a key is given twice
             return None
         return {k: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for k, v in values.items()}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         return None
 
 

@@ -18,9 +18,8 @@ def normalise_layers_to_keep(args: Any) -> None:
     Raises:
         SurfaceFusionError: a layer to keep does not exist, or a layer that another flag needs is not kept.
     """
-    keeps: dict[str, Any] = {
-        stack: getattr(args, f"{stack}_layers_to_keep", None) for stack in ("encoder", "decoder")
-    }
+    stacks = ("encoder", "decoder")
+    keeps: dict[str, Any] = {stack: getattr(args, f"{stack}_layers_to_keep", None) for stack in stacks}
     if not any(keeps.values()):
         return
     method = methods().get(getattr(args, "encoder_fusion", None) or "")
@@ -31,8 +30,7 @@ def normalise_layers_to_keep(args: Any) -> None:
         )
     for stack, keep in keeps.items():
         layers = getattr(args, f"{stack}_layers")
-        if not keep:
-            keep = range(layers)  # fairseq would drop all layers of a stack without the flag
+        keep = keep or range(layers)  # fairseq would drop all layers of a stack without the flag
         keep = keeps[stack] = sorted({int(i) for i in (keep.split(",") if isinstance(keep, str) else keep)})
         setattr(args, f"{stack}_layers_to_keep", ",".join(map(str, keep)))  # fairseq splits a string
         if len(keep) == layers:

@@ -6,7 +6,7 @@ by a division by zero or a loss of NaN.
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,124 +18,88 @@ from surface_fusion.errors import SurfaceFusionError
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from *low* to *high*.
-
-    Attributes:
-        low_excluded: whether *low* itself is invalid.
-        high_excluded: whether *high* itself is invalid.
-        special: further valid values.
-        fault: the message's text after the value; by default it states the range.
-    """
+    """Finite numbers from *low* to *high*."""
 
     low: float = -math.inf
     high: float = math.inf
-    low_excluded: bool = False
-    high_excluded: bool = False
-    special: tuple[float, ...] = ()
-    fault: str = ""
+    excluded: tuple[float, ...] = ()  # bounds that are invalid
+    special: tuple[float, ...] = ()  # further valid values
+    fault: str = ""  # the message's text after the value; by default it states the range
 
     def __contains__(self, value: float) -> bool:
-        if value in self.special:
-            return True
-        above = value > self.low if self.low_excluded else value >= self.low
-        below = value < self.high if self.high_excluded else value <= self.high
-        return math.isfinite(value) and above and below
+        inside = math.isfinite(value) and self.low <= value <= self.high and value not in self.excluded
+        return inside or value in self.special
 
     def message(self, flag: str, value: float) -> str:
         """Return the error message for a *value* of *flag* that is out of range."""
         if self.fault:
             return f"{flag} {value} {self.fault}"
-        if math.isinf(self.low) and math.isinf(self.high):
+        above = "(" if self.low in self.excluded else "["
+        below = ")" if self.high in self.excluded else "]"
+        if math.isinf(self.low):
             valid = "a finite number"
         elif math.isinf(self.high):
-            bound = "above" if self.low_excluded else "of at least"
-            valid = f"a number {bound} {self.low:g}"
+            valid = f"a number {'above' if above == '(' else 'of at least'} {self.low:g}"
         else:
-            valid = f"a number in {'(' if self.low_excluded else '['}{self.low:g}, {self.high:g}"
-            valid += ")" if self.high_excluded else "]"
+            valid = f"a number in {above}{self.low:g}, {self.high:g}{below}"
         return f"{flag} {value}: give " + " or ".join([valid, *(f"{number:g}" for number in self.special)])
 
 
-PROBABILITY = Range(0, 1, high_excluded=True, fault="is not a probability below 1")
-SHARE = Range(0, 1)
-COUNT = Range(1)
-COUNT_OR_OFF = Range(0, special=(-1,))
-POSITIVE = Range(0, low_excluded=True)
-NOT_NEGATIVE = Range(0)
-FINITE = Range()
-SEED = Range(0, 4_000_000_000, fault="is not a seed: give an integer from 0 to 4000000000")
-"""numpy's seeds end at 2^32 - 1; fairseq adds the number of the epoch to the seed."""
+LARGEST_SEED = 4_000_000_000  # fairseq adds the number of the epoch; numpy's seeds end at 2^32 - 1
 
-_GROUPS: tuple[tuple[Range, str], ...] = (
-    (PROBABILITY, "ta_dropout source_word_dropout target_word_dropout quant_noise_pq label_smoothing"),
-    (
-        SHARE,
-        """
-        dropout attention_dropout activation_dropout relu_dropout adaptive_softmax_dropout
-        encoder_layerdrop decoder_layerdrop slowmo_momentum ema_decay block_momentum quant_noise_scalar""",
-    ),
-    (
-        COUNT,
-        """
-        encoder_embed_dim decoder_embed_dim encoder_ffn_embed_dim decoder_ffn_embed_dim
-        decoder_input_dim decoder_output_dim
-        max_source_positions max_target_positions quant_noise_pq_block_size adaptive_softmax_cutoff
-        max_tokens batch_size max_tokens_valid batch_size_valid required_batch_size_multiple
-        required_seq_len_multiple update_freq validate_interval log_interval save_interval
-        num_shards distributed_world_size nprocs_per_node
-        all_gather_list_size model_parallel_size bucket_cap_mb localsgd_frequency checkpoint_shard_count
-        fp16_scale_window amp_scale_window beam nbest
-        ema_update_freq global_sync_iter workers softmax_batch
-        total_num_update""",
-    ),
-    (
-        NOT_NEGATIVE,
-        """
-        encoder_layers decoder_layers base_layers base_sublayers base_shuffle
-        min_params_to_wrap num_workers data_buffer_size validate_interval_updates validate_after_updates
-        max_valid_steps curriculum shard_id max_epoch max_update save_interval_updates
-        warmup_updates ignore_prefix_size num_batch_buckets empty_cache_freq amp_batch_retries
-        distributed_rank distributed_num_procs pipeline_chunks
-        beam_mt max_len_b max_len_b_mt min_len prefix_size no_repeat_ngram_size buffer_size
-        iter_decode_max_iter iter_decode_with_beam
-        ema_start_update warmup_iterations device_id context_window thresholdsrc thresholdtgt
-        padding_factor
-        lr end_learning_rate weight_decay stop_time_hours
-        fp16_scale_tolerance max_len_a max_len_a_mt diverse_beam_strength""",
-    ),
-    (
-        COUNT_OR_OFF,
-        """
-        keep_interval_updates keep_interval_updates_pattern keep_last_epochs keep_best_checkpoints patience
-        distributed_port force_anneal warmup_init_lr nwordssrc nwordstgt""",
-    ),
-    (
-        POSITIVE,
-        "adaptive_softmax_factor fp16_init_scale amp_init_scale min_loss_scale threshold_loss_scale "
-        "adam_eps temperature block_lr",
-    ),
-    (Range(0, special=(-1,)), "heartbeat_timeout clip_norm"),
-    (Range(1, special=(-1,)), "sampling_topk diverse_beam_groups upsample_primary"),
-    (Range(0, 1, low_excluded=True, special=(-1,)), "sampling_topp"),
-    (
-        FINITE,
-        """
-        lenpen lenpen_mt unkpen diversity_rate iter_decode_eos_penalty stop_min_lr min_lr power lm_weight""",
-    ),
-    (SEED, "seed fixed_validation_seed"),
-)
-RANGES: dict[str, Range] = {name: valid for valid, names in _GROUPS for name in names.split()}
+_NAMES = {
+    Range(0, 1, excluded=(1,), fault="is not a probability below 1"): """
+        label_smoothing quant_noise_pq source_word_dropout ta_dropout target_word_dropout
+    """,
+    Range(0, 1): """
+        activation_dropout adaptive_softmax_dropout attention_dropout block_momentum decoder_layerdrop dropout
+        ema_decay encoder_layerdrop quant_noise_scalar relu_dropout slowmo_momentum
+    """,
+    Range(1): """
+        adaptive_softmax_cutoff all_gather_list_size amp_scale_window batch_size batch_size_valid beam
+        bucket_cap_mb checkpoint_shard_count decoder_embed_dim decoder_ffn_embed_dim decoder_input_dim
+        decoder_output_dim distributed_world_size ema_update_freq encoder_embed_dim encoder_ffn_embed_dim
+        fp16_scale_window global_sync_iter localsgd_frequency log_interval max_source_positions
+        max_target_positions max_tokens max_tokens_valid model_parallel_size nbest nprocs_per_node num_shards
+        quant_noise_pq_block_size required_batch_size_multiple required_seq_len_multiple save_interval
+        softmax_batch total_num_update update_freq validate_interval workers
+    """,
+    Range(0): """
+        amp_batch_retries base_layers base_shuffle base_sublayers beam_mt buffer_size context_window
+        curriculum data_buffer_size decoder_layers device_id distributed_num_procs distributed_rank
+        diverse_beam_strength ema_start_update empty_cache_freq encoder_layers end_learning_rate
+        fp16_scale_tolerance ignore_prefix_size iter_decode_max_iter iter_decode_with_beam lr max_epoch
+        max_len_a max_len_a_mt max_len_b max_len_b_mt max_update max_valid_steps min_len min_params_to_wrap
+        no_repeat_ngram_size num_batch_buckets num_workers padding_factor pipeline_chunks prefix_size
+        save_interval_updates shard_id stop_time_hours thresholdsrc thresholdtgt validate_after_updates
+        validate_interval_updates warmup_iterations warmup_updates weight_decay
+    """,
+    Range(0, special=(-1,)): """
+        clip_norm distributed_port force_anneal heartbeat_timeout keep_best_checkpoints keep_interval_updates
+        keep_interval_updates_pattern keep_last_epochs nwordssrc nwordstgt patience warmup_init_lr
+    """,
+    Range(0, excluded=(0,)): """
+        adam_eps adaptive_softmax_factor amp_init_scale block_lr fp16_init_scale min_loss_scale temperature
+        threshold_loss_scale
+    """,
+    Range(1, special=(-1,)): "diverse_beam_groups sampling_topk upsample_primary",
+    Range(0, 1, excluded=(0,), special=(-1,)): "sampling_topp",
+    Range(): """
+        diversity_rate iter_decode_eos_penalty lenpen lenpen_mt lm_weight min_lr power stop_min_lr unkpen
+    """,
+    Range(0, LARGEST_SEED, fault=f"is not a seed: give an integer from 0 to {LARGEST_SEED}"): """
+        fixed_validation_seed seed
+    """,
+}
+RANGES = {name: valid for valid, names in _NAMES.items() for name in names.split()}
 """Range by field name, such as ``label_smoothing``.
 
-``flags.py`` and ``encoder_fusion_flags.py`` check values that depend on other flags.
+``model_checks.py`` checks values that depend on other flags.
 """
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Check numbers against the ranges of their flags.
-
-    Args:
-        values: values by name; lists are checked element by element.
+    """Check the numbers among *values*, and in lists among them, against the ranges of their flags.
 
     Raises:
         SurfaceFusionError: a number is out of range; names the flag, the value and the range.
@@ -169,12 +133,12 @@ def check_generation(values: Mapping[str, Any]) -> None:
 def check_config(cfg: DictConfig) -> None:
     """Check fairseq's complete configuration for values out of range and contradictions.
 
-    The model section is checked by :meth:`surface_fusion.config.flags.SurfaceFusionConfig.check`.
+    The model section is checked by :func:`surface_fusion.config.model_checks.check_model`.
 
     Raises:
         SurfaceFusionError: a value is invalid.
     """
-    sections = {name: dict(_values(cfg, name)) for name in map(str, cfg) if name != "model"}
+    sections = {name: _section(cfg, name) for name in map(str, cfg) if name != "model"}
     bleu = eval_bleu_args(sections.get("task", {}))
     for values in (*sections.values(), bleu):
         check_ranges(values)
@@ -189,12 +153,10 @@ def check_config(cfg: DictConfig) -> None:
         )
 
 
-def _values(cfg: DictConfig, name: str) -> Iterator[tuple[str, Any]]:
+def _section(cfg: DictConfig, name: str) -> dict[str, Any]:
+    """Return the values of a section of *cfg*; missing ones are the text ``???``."""
     section = None if OmegaConf.is_missing(cfg, name) else cfg[name]
     if isinstance(section, Namespace):
-        yield from vars(section).items()
-    elif isinstance(section, DictConfig):
-        for key in section:
-            if not OmegaConf.is_missing(section, key):
-                value = section[key]
-                yield str(key), list(value) if OmegaConf.is_list(value) else value
+        return vars(section)
+    values: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_dict(section) else {}
+    return dict(values)

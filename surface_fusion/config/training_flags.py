@@ -49,10 +49,8 @@ def normalise_training_flags(args: Any) -> None:
                 )
         args.memory_efficient_fp16 = args.fp16
         args.memory_efficient_bf16 = args.bf16
-    on_cpu = args.cpu or not torch.cuda.is_available()
-    if args.fp16 and on_cpu:
+    if args.fp16 and (args.cpu or not torch.cuda.is_available()):
+        reason = "--cpu was given" if args.cpu else "none is visible"
         raise SurfaceFusionError(
-            "--fp16 needs a CUDA GPU and "
-            + ("--cpu was given" if args.cpu else "none is visible")
-            + "; leave --fp16 out to train on the CPU"
+            f"--fp16 needs a CUDA GPU and {reason}; leave --fp16 out to train on the CPU"
         )

@@ -4,7 +4,7 @@ fairseq reads the former after it has built the model, and looks the metric up a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +19,18 @@ from surface_fusion.errors import SurfaceFusionError, unknown_setting
 CRITERIONS = ("cross_entropy", "label_smoothed_cross_entropy", "fused_label_smoothed_cross_entropy")
 
 
+def check_names_of_generation(names: Iterable[str], place: str = "", further: Iterable[str] = ()) -> None:
+    """Check that *names*, given in *place*, are fields of fairseq's ``GenerationConfig``, or *further* ones.
+
+    Raises:
+        SurfaceFusionError: one is not.
+    """
+    known = {field.name for field in fields(GenerationConfig)}.union(further)
+    for name in names:
+        if name not in known:
+            raise unknown_setting(f"{name}{place} is not a generation setting", name, known)
+
+
 def eval_bleu_args(task: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the ``--eval-bleu-args`` of a *task*'s settings; empty without ``--eval-bleu``.
 
@@ -27,17 +39,13 @@ def eval_bleu_args(task: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not task.get("eval_bleu"):
         return {}
-    known = {field.name for field in fields(GenerationConfig)}
     given = _parse("--eval-bleu-args", task.get("eval_bleu_args"))
-    for name in given:
-        if name not in known:
-            raise unknown_setting(f"{name} in --eval-bleu-args is not a generation setting", name, known)
+    check_names_of_generation(given, " in --eval-bleu-args")
     _parse("--eval-bleu-detok-args", task.get("eval_bleu_detok_args"))
     tokenizer, tokenizers = task.get("eval_bleu_detok"), REGISTRIES["tokenizer"]["registry"]
     if tokenizer not in tokenizers:
-        raise SurfaceFusionError(
-            f"--eval-bleu-detok {tokenizer}: choose one of {', '.join(sorted(tokenizers))}"
-        )
+        known = ", ".join(sorted(tokenizers))
+        raise SurfaceFusionError(f"--eval-bleu-detok {tokenizer}: choose one of {known}")
     return given
 
 
@@ -52,12 +60,9 @@ def _parse(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def check_best_metric(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that validation logs the metric of ``--best-checkpoint-metric``.
+    """Check that validation logs the metric of ``--best-checkpoint-metric`` in fairseq's configuration.
 
     Tasks that log metrics of their own, and criteria other than :data:`CRITERIONS`, are not checked.
-
-    Args:
-        sections: fairseq's configuration.
 
     Raises:
         SurfaceFusionError: the metric is not logged.

@@ -24,6 +24,8 @@ class FusionMethod(nn.Module):
     """Whether ``analyse ablate`` applies: a state of zeros has no effect on the result."""
     any_depth: ClassVar[bool] = False
     """Whether no parameter depends on the number of layers, so that layers can be pruned."""
+    adds_layers: ClassVar[bool] = False
+    """Whether there is no module: ``--extra-encoder-layers`` more layers are built into the encoder."""
     layer_shares: Any = None
     """A method that returns the weights of the layers for ``analyse layers``; None if there are none."""
 

@@ -20,6 +20,8 @@ from surface_fusion.encoder_fusion.registry import register_encoder_fusion
 class ExtraLayers(EncoderFusion):
     """More encoder layers. There is no module: the encoder is built with more layers."""
 
+    adds_layers = True
+
     def __init_subclass__(cls) -> None:
         raise TypeError("ExtraLayers is not a module that a class can be derived from")
 

@@ -15,6 +15,9 @@ from surface_fusion.config.ranges import check_config
 from surface_fusion.training.notices import log_notices
 from surface_fusion.training.trainer import SurfaceFusionTrainer
 
+check_settings = True
+"""Whether to check the settings; False while ``surface-fusion train`` runs, which has checked them."""
+
 
 def install() -> None:
     """Let ``Trainer(...)`` make a :class:`SurfaceFusionTrainer` where :func:`uses_fast_trainer` says so."""
@@ -37,7 +40,7 @@ def _trainer_class(cfg: Any, task: Any, model: Any, criterion: Any, quantizer: A
     """Check the settings of SurfaceFusion models, log notices, and return the class of the trainer."""
     if isinstance(cfg, Namespace):
         return Trainer
-    if config_of(model) is not None:
+    if check_settings and config_of(model) is not None:
         check_config(cfg)
     log_notices(model, criterion, getattr(cfg.optimizer, "_name", None))
     return SurfaceFusionTrainer if uses_fast_trainer(cfg, model) else Trainer

@@ -10,7 +10,6 @@ from fairseq.modules import FairseqDropout
 from surface_fusion.encoder_fusion import (
     Combination,
     EncoderFusion,
-    ExtraLayers,
     FusionMethod,
     methods,
 )
@@ -22,8 +21,8 @@ def build_fusion(cfg: Any) -> FusionMethod | None:
     Args:
         cfg: a :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
     """
-    method: Any = methods().get(cfg.encoder_fusion)
-    if method is None or issubclass(method, (ExtraLayers, Combination)):
+    method: Any = cfg.fusion_method
+    if method is None or method.adds_layers or issubclass(method, Combination):
         return None
     encoder, embedding = cfg.encoder, cfg.encoder_fusion_embedding
     states, options = encoder.layers + embedding, cfg.fusion_options(method)
@@ -65,7 +64,9 @@ def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
 
 
 def with_extra_layers(cfg: Any) -> Any:
-    """Return a copy of *cfg* whose encoder includes the layers that ``extra-layers`` adds."""
-    cfg = copy.deepcopy(cfg)
-    cfg.encoder.layers += cfg.extra_encoder_layers
+    """Return *cfg*, or a copy whose encoder includes the layers that its method adds."""
+    extra = len(cfg.extra_layer_numbers)
+    if extra:
+        cfg = copy.deepcopy(cfg)
+        cfg.encoder.layers += extra
     return cfg

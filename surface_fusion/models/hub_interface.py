@@ -2,13 +2,11 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import LanguagePairDataset
-from fairseq.dataclass.configs import GenerationConfig
 from fairseq.hub_utils import GeneratorHubInterface
 from omegaconf import open_dict
 from torch import Tensor
@@ -16,15 +14,15 @@ from torch import Tensor
 from surface_fusion.compat.hub import fitting, in_order, position_limit
 from surface_fusion.compat.search_options import copy_source_words
 from surface_fusion.config.ranges import check_ranges
-from surface_fusion.errors import SurfaceFusionError, unknown_setting
+from surface_fusion.config.validation import check_names_of_generation
+from surface_fusion.errors import SurfaceFusionError
 
-MAX_TOKENS = 12000
-"""Maximum tokens of a batch, the default of ``generate``."""
-
+MAX_TOKENS = 12000  # of a batch, the default
 NOT_SEARCH_SETTINGS = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
 """Keywords of fairseq's ``generate`` that are not fields of ``GenerationConfig``."""
 
 Hypothesis = dict[str, Any]
+Sentences = str | Sequence[str]
 
 
 class TranslationHub(GeneratorHubInterface):
@@ -37,15 +35,12 @@ class TranslationHub(GeneratorHubInterface):
     *batch_size* to ``from_pretrained`` to limit them.
     """
 
-    def translate(
-        self, sentences: Union[str, Sequence[str]], beam: int = 5, verbose: bool = False, **kwargs: Any
-    ) -> Any:
+    def translate(self, sentences: Sentences, beam: int = 5, verbose: bool = False, **kwargs: Any) -> Any:
         """Translate *sentences*.
 
         Args:
             sentences: one line or several.
-            beam: the beam size.
-            verbose: log each sentence and its translations.
+            beam, verbose: as in fairseq.
             **kwargs: *nbest*, and further fields of fairseq's ``GenerationConfig``, such as *lenpen*.
 
         Returns:
@@ -58,9 +53,7 @@ class TranslationHub(GeneratorHubInterface):
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
-    def sample(
-        self, sentences: Union[str, Sequence[str]], beam: int = 1, verbose: bool = False, **kwargs: Any
-    ) -> Any:
+    def sample(self, sentences: Sentences, beam: int = 1, verbose: bool = False, **kwargs: Any) -> Any:
         """Same as :meth:`translate`, with a default beam size of 1."""
         if isinstance(sentences, str):
             return self.sample([sentences], beam, verbose, **kwargs)[0]
@@ -73,7 +66,7 @@ class TranslationHub(GeneratorHubInterface):
         nbest = kwargs.get("nbest") or self.cfg.generation.nbest
         return [nbest_list[:nbest] if nbest > 1 else nbest_list[0] for nbest_list in texts]
 
-    def _text(self, sentence: str, hypothesis: Hypothesis, align_dict: Optional[dict[str, str]]) -> str:
+    def _text(self, sentence: str, hypothesis: Hypothesis, align_dict: dict[str, str] | None) -> str:
         if align_dict is None:
             return str(self.decode(hypothesis["tokens"]))
         source = self.apply_bpe(self.tokenize(sentence)).split()
@@ -87,7 +80,7 @@ class TranslationHub(GeneratorHubInterface):
         beam: int = 5,
         verbose: bool = False,
         *args: Any,
-        nbest: Optional[int] = None,
+        nbest: int | None = None,
         first_line: int = 1,
         **kwargs: Any,
     ) -> Any:
@@ -95,12 +88,9 @@ class TranslationHub(GeneratorHubInterface):
 
         Args:
             tokenized_sentences: one row or several.
-            beam: the beam size.
-            verbose: log each sentence and its translations.
-            *args: as in fairseq.
+            beam, verbose, *args, **kwargs: as in fairseq.
             nbest: number of hypotheses to return per row; None for all.
             first_line: number of the first row in warnings.
-            **kwargs: as in fairseq.
 
         Returns:
             A list of hypotheses per row, the best first. For a single row, its list alone. A row that is not
@@ -114,20 +104,14 @@ class TranslationHub(GeneratorHubInterface):
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
             return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
-        rows = list(tokenized_sentences)
-        settings = {"skip": self._is_empty, "first_line": first_line, **kwargs}  # see compat/hub.py
-        return [hypotheses[:nbest] for hypotheses in super().generate(rows, beam, verbose, *args, **settings)]
+        rows, blank = list(tokenized_sentences), {self.src_dict.eos(), self.src_dict.pad()}
+        fits = fitting(rows, position_limit(self.max_positions, "source"), first_line)
+        indices = [i for i in fits if not blank.issuperset(rows[i].tolist())]
+        results = super().generate([rows[i] for i in indices], beam, verbose, *args, **kwargs)
+        ordered = in_order(results, indices, len(rows), self.tgt_dict.eos())
+        return [hypotheses[:nbest] for hypotheses in ordered]
 
-    def _is_empty(self, row: Tensor) -> bool:
-        """Whether the source *row* holds only ``</s>`` and padding."""
-        return not (row.ne(self.src_dict.eos()) & row.ne(self.src_dict.pad())).any()
-
-    def score(
-        self,
-        sentences: Union[str, Sequence[str]],
-        translations: Union[str, Sequence[str], None] = None,
-        **kwargs: Any,
-    ) -> Any:
+    def score(self, sentences: Sentences, translations: Sentences | None = None, **kwargs: Any) -> Any:
         """Score given *translations* of *sentences*.
 
         Args:
@@ -145,48 +129,33 @@ class TranslationHub(GeneratorHubInterface):
                 out of range.
         """
         _check_settings(kwargs)
+        given = [translations] if isinstance(translations, str) else translations or []
         if isinstance(sentences, str):
-            pair = [translations] if isinstance(translations, str) else translations
-            return self.score([sentences], pair, **kwargs)[0]
-        if translations is None or isinstance(translations, str) or len(translations) != len(sentences):
-            count = 1 if isinstance(translations, str) else len(translations or ())
+            return self.score([sentences], given, **kwargs)[0]
+        if isinstance(translations, str) or len(given) != len(sentences):
             raise SurfaceFusionError(
-                f"score: {len(sentences)} sentences but {count} translations; give one for each sentence"
+                f"score: {len(sentences)} sentences but {len(given)} translations; give one for each sentence"
             )
         source = [self.encode(sentence) for sentence in sentences]
-        target = [self._encode_target(translation) for translation in translations]
+        pieces = [self.apply_bpe(self.tokenize(translation)) for translation in given]
+        target = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in pieces]
         limits = self.max_positions
         source_fits = set(fitting(source, position_limit(limits, "source")))
         indices = sorted(source_fits.intersection(fitting(target, position_limit(limits, "target"))))
         scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
         return [hypotheses[0] for hypotheses in in_order(scored, indices, len(source), self.tgt_dict.eos())]
 
-    def _encode_target(self, translation: str) -> Tensor:
-        pieces = self.apply_bpe(self.tokenize(translation))
-        ids: Tensor = self.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
-        return ids
-
     def _score(
         self, source: list[Tensor], target: list[Tensor], settings: dict[str, Any]
     ) -> list[list[Hypothesis]]:
         if not source:
             return []
-        pairs: Any = LanguagePairDataset(
-            source,
-            [*map(len, source)],
-            self.src_dict,
-            target,
-            [*map(len, target)],
-            self.tgt_dict,
-            left_pad_source=self.task.cfg.left_pad_source,
-            left_pad_target=self.task.cfg.left_pad_target,
-        )
         generation = copy.deepcopy(self.cfg.generation)
         with open_dict(generation):
             generation.update({**settings, "score_reference": True})
         scorer = self.task.build_generator(self.models, generation)
         batches = self.task.get_batch_iterator(
-            dataset=pairs,
+            dataset=pair_dataset(self.task, source, target),
             max_tokens=max(self.cfg.dataset.max_tokens or 0, *map(len, source), *map(len, target)),
             max_sentences=self.cfg.dataset.batch_size,
             disable_iterator_cache=True,
@@ -199,9 +168,16 @@ class TranslationHub(GeneratorHubInterface):
         return [results[i] for i in range(len(source))]
 
 
+def pair_dataset(task: Any, source: list[Tensor], target: list[Tensor]) -> Any:
+    """Return a data set of *task* with rows of token ids that end in ``</s>``, one source for each target."""
+    source_sizes, target_sizes = ([*map(len, rows)] for rows in (source, target))
+    return LanguagePairDataset(
+        *(source, source_sizes, task.source_dictionary, target, target_sizes, task.target_dictionary),
+        left_pad_source=task.cfg.left_pad_source,
+        left_pad_target=task.cfg.left_pad_target,
+    )
+
+
 def _check_settings(settings: dict[str, Any], further: Iterable[str] = ()) -> None:
-    known = {*(f.name for f in fields(GenerationConfig)), *further}
-    for name in settings:
-        if name not in known:
-            raise unknown_setting(f"{name} is not a generation setting", name, known)
+    check_names_of_generation(settings, further=further)
     check_ranges(settings)

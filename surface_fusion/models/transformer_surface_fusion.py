@@ -61,8 +61,7 @@ class SurfaceFusionModel(TransformerModelBase):
     @classmethod
     def build_encoder(cls, cfg: SurfaceFusionConfig, src_dict: Any, embed_tokens: Any) -> Any:
         """Build the encoder; with ``--sf-plain`` fairseq's, if it implements all the flags."""
-        if cfg.encoder_fusion == "extra-layers":
-            cfg = with_extra_layers(cfg)
+        cfg = with_extra_layers(cfg)
         if cfg.fairseqs_own:
             return super().build_encoder(cfg, src_dict, embed_tokens)
         return SurfaceFusionEncoder(cfg, src_dict, embed_tokens)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from fairseq.data import Dictionary
 
-from surface_fusion.analysis.ablation import ablate, silenced, subword_marks
+from surface_fusion.analysis.ablation import ablate, silenced
 from surface_fusion.analysis.loaded import Loaded
 from surface_fusion.errors import SurfaceFusionError
 from tests.helpers.tiny import SHARED, batch, log_probs, shaken
@@ -14,7 +13,7 @@ FLAGS = ("--encoder-fusion-embedding", SHARED)
 
 @pytest.mark.parametrize("name", ["transparent", "fine-grained"])
 @pytest.mark.parametrize("state", [0, 1, 2])
-def test_layer_attention(name: str, state: int) -> None:
+def test_a_silenced_layer_of_layer_attention_has_no_weight(name: str, state: int) -> None:
     model = shaken("--encoder-fusion", name, *FLAGS)
     fusion = model.encoder.fusion
     states = [torch.randn(4, 1, 16) for _ in range(3)]
@@ -30,7 +29,7 @@ def test_layer_attention(name: str, state: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["average", "concat", "representation"])
-def test_on_the_output(name: str) -> None:
+def test_a_silenced_state_of_a_fusion_on_the_output_has_no_weight(name: str) -> None:
     model = shaken("--encoder-fusion", name, *FLAGS)
     fusion = model.encoder.fusion
     states = [torch.randn(4, 1, 16) for _ in range(3)]
@@ -41,7 +40,7 @@ def test_on_the_output(name: str) -> None:
     torch.testing.assert_close(fusion(states), sum(alone))
 
 
-def test_the_translation_sees_it() -> None:
+def test_silencing_a_layer_changes_the_probabilities() -> None:
     model = shaken("--encoder-fusion", "fine-grained", *FLAGS)
     whole = log_probs(model, batch())
     with silenced(model.encoder.fusion, 2):
@@ -50,18 +49,7 @@ def test_the_translation_sees_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "dwatt"])
-def test_others_say_so(name: str) -> None:
+def test_methods_that_cannot_leave_out_a_layer_are_refused(name: str) -> None:
     model = shaken("--encoder-fusion", name, SHARED)
     with pytest.raises(SurfaceFusionError, match=f"--encoder-fusion {name} is none that can leave out"):
         ablate(Loaded(model, None, "test"), 1, None)
-
-
-@pytest.mark.parametrize(
-    ("words", "marks"), [(["\u2581a", "b"], "sentencepiece"), (["a@@", "b"], "@@ "), (["a", "b"], None)]
-)
-def test_subwords_are_joined_by_their_marks(words: list[str], marks: str | None) -> None:
-    """Scores of subwords were taken for scores of text."""
-    dictionary = Dictionary()
-    for word in words:
-        dictionary.add_symbol(word)
-    assert subword_marks(dictionary) == marks

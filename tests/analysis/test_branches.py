@@ -43,7 +43,7 @@ def test_hard_fusion_is_the_weighted_mean_of_the_logs(gate: str) -> None:
         assert token.reference == int(sample["target"][token.sentence, token.position])
 
 
-def test_a_copy_is_of_the_word_not_of_its_number() -> None:
+def test_a_copy_is_found_by_word_not_by_id() -> None:
     """Dictionaries that are not joined; </s>, which every source ends in, is no word."""
     one, other = Dictionary(), Dictionary()
     for dictionary, words in ((one, "a b c"), (other, "x c a")):
@@ -53,7 +53,7 @@ def test_a_copy_is_of_the_word_not_of_its_number() -> None:
 
 
 @pytest.mark.parametrize("flags", [("--sf-mode", "soft"), ("--sf-gate", "0.7", "--sf-renormalize")], ids=str)
-def test_modes_of_one_projection_are_taken_apart(flags: tuple[str, ...]) -> None:
+def test_branches_are_separated_in_modes_with_one_projection(flags: tuple[str, ...]) -> None:
     model = loaded(*ATT, *flags)
     found = list(tokens(model))
     full = log_probs(model.model, batch()).exp().detach()
@@ -74,6 +74,6 @@ def test_summary() -> None:
     assert means["right_fused"] == pytest.approx(float(right))
 
 
-def test_a_model_without_surface_says_so() -> None:
+def test_a_model_without_surface_fusion_is_refused() -> None:
     with pytest.raises(SurfaceFusionError, match="no --surfacefusion, so it has no branches"):
         list(tokens(loaded(SHARED)))

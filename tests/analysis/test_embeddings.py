@@ -23,14 +23,14 @@ def test_a_matrix_of_lower_rank_has_finite_logs() -> None:
     assert log_singular_values(torch.ones(5, 4)).isfinite().all()
 
 
-def test_the_plane_keeps_the_distances_of_a_plane() -> None:
+def test_principal_plane_keeps_the_distances_of_points_in_a_plane() -> None:
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(20, 2, generator=generator) @ torch.randn(2, 7, generator=generator) + 3
     places = principal_plane(flat)
     torch.testing.assert_close(torch.cdist(places, places), torch.cdist(flat, flat), rtol=1e-3, atol=1e-3)
 
 
-def test_neighbours_go_by_the_angle() -> None:
+def test_neighbours_are_ranked_by_cosine() -> None:
     source = torch.tensor([[1.0, 0.0], [0.0, 5.0]])
     target = torch.tensor([[0.1, 0.9], [3.0, 0.3], [-1.0, 0.0]])
     cosine, nearest = neighbours(source, target, 2)
@@ -39,7 +39,7 @@ def test_neighbours_go_by_the_angle() -> None:
     assert neighbours(source, target, 9)[1].shape == (2, 3)
 
 
-def test_a_word_is_none_of_its_neighbours() -> None:
+def test_a_word_is_not_its_own_neighbour() -> None:
     """Nor is it one with another subword mark."""
     source, target = ["\u2581horse", "bird"], ["horse", "bird", "hor@@", "\u2581horse"]
     same = same_words(source, target)

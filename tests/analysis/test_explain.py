@@ -23,7 +23,7 @@ def pair(*flags: str) -> Any:
     return loaded_pair(model.eval(), task, source, target)
 
 
-def test_a_line_a_token() -> None:
+def test_the_table_has_a_line_for_each_token() -> None:
     loaded = pair(*HARD)
     head, *lines, note = explain(loaded)
     tokens = sorted(branches.tokens(loaded))
@@ -58,7 +58,7 @@ def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.Monke
     assert "token: 1 of 3; = its most probable token is in the source: 2" in note
 
 
-def test_files_cost_no_pass_of_the_model(tmp_path: Path) -> None:
+def test_writing_files_runs_the_model_no_further_time(tmp_path: Path) -> None:
     """One pass for the branches and one for the attentions, whether or not they are written down."""
     loaded = pair(*HARD)
     passes: list[object] = []
@@ -77,7 +77,7 @@ def test_files_cost_no_pass_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "column"), [(("--sf-mode", "soft"), "gate"), ((), "branch")])
-def test_what_a_model_has_not_is_not_shown(flags: tuple[str, ...], column: str) -> None:
+def test_columns_that_a_model_lacks_are_left_out(flags: tuple[str, ...], column: str) -> None:
     fusion = ("--surfacefusion", "att", *flags) if flags else ()
     head, *lines = explain(pair(*fusion))
     assert column not in head and "read by decoder" in head

@@ -26,7 +26,7 @@ def loaded(name: str, *flags: str) -> Loaded:
 
 
 @pytest.mark.parametrize("name", ["transparent", "fine-grained"])
-def test_of_each_decoder_layer(name: str) -> None:
+def test_layer_attention_has_weights_for_each_decoder_layer(name: str) -> None:
     model = loaded(name, "--encoder-fusion-embedding")
     (table,) = layer_weights(model)
     assert table.layers == ["Emb", "1", "2"] and table.columns == ["1", "2"]
@@ -41,7 +41,7 @@ def test_without_the_embedding_layer_1_is_the_lowest() -> None:
     assert layer_weights(loaded("average", "--encoder-fusion-embedding"))[0].layers == ["Emb", "1", "2"]
 
 
-def test_dlcl_has_a_triangle_for_each_stack() -> None:
+def test_dlcl_has_a_triangular_table_for_each_stack() -> None:
     model = loaded("dlcl")
     encoder, decoder = layer_weights(model)
     assert (encoder.name, decoder.name) == ("layers_encoder", "layers_decoder")
@@ -51,7 +51,7 @@ def test_dlcl_has_a_triangle_for_each_stack() -> None:
     torch.testing.assert_close(encoder.values[:, 2], weight[3:])
 
 
-def test_concat_shares_its_norm() -> None:
+def test_shares_of_concat_are_norms_of_its_weights() -> None:
     model = loaded("concat")
     (table,) = layer_weights(model)
     norms = torch.stack([w.square().sum().sqrt() for w in model.model.encoder.fusion.weight])
@@ -59,7 +59,7 @@ def test_concat_shares_its_norm() -> None:
 
 
 @pytest.mark.parametrize("name", ["dwatt", "representation"])
-def test_over_the_positions_of_the_data(name: str) -> None:
+def test_weights_are_averaged_over_the_positions_of_the_data(name: str) -> None:
     """Padding does not count."""
     model = loaded(name)
     encoder = model.model.encoder
@@ -77,7 +77,7 @@ def test_over_the_positions_of_the_data(name: str) -> None:
     torch.testing.assert_close(table.values[:, 0], sums / count, rtol=1e-4, atol=1e-5)
 
 
-def test_what_weighs_nothing_says_so() -> None:
+def test_a_method_without_layer_weights_is_refused() -> None:
     with pytest.raises(
         SurfaceFusionError, match="--encoder-fusion lstm is none that weighs layers; average, "
     ):

@@ -57,7 +57,7 @@ def dom(page: Path, *flags: str) -> str:
     return done.stdout
 
 
-def test_what_is_there_is_in_it(report: Path) -> None:
+def test_the_report_contains_the_files_of_the_folder(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert re.findall('<section id="(.*?)">', text) == ["layers", "ablation", "pca"]
     assert "checkpoint &lt;1&gt;.pt" in text and "&lt;b&gt;ș&lt;/b&gt;" in text
@@ -81,7 +81,7 @@ def test_pictures_and_sorting(report: Path) -> None:
 
 
 @in_a_browser
-def test_it_fits_a_phone(report: Path) -> None:
+def test_the_report_fits_a_narrow_screen(report: Path) -> None:
     """In a frame of 360 pixels nothing but the tables' own boxes scrolls sideways."""
     page = html.escape(report.read_text(encoding="utf-8"), quote=True)
     frame = report.with_name("frame.html")

@@ -100,7 +100,9 @@ def test_align(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.Captur
     assert "--sentence 40: give 0 to 39, the sentences of the test set" in capsys.readouterr().err
 
 
-def test_all(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_runs_every_analysis_that_applies(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["analyse", "all", *map(str, trained), "-o", str(tmp_path), "--beam", "1"]) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     sections = re.findall('<section id="(.*?)">', page)
@@ -145,7 +147,7 @@ def test_mistakes_are_one_line(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_model_of_fairseqs_own(
+def test_a_transformer_of_fairseq_is_analysed(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, data = trained

@@ -16,7 +16,7 @@ def mean(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["named", "last", "output first"])
-def test_files_or_the_last_of_a_folder(command, save_dir, mean, order):
+def test_named_files_and_the_last_of_a_folder_are_averaged(command, save_dir, mean, order):
     files = [save_dir / f"checkpoint{i}.pt" for i in (1, 2)]
     if order == "named":
         result = command("average", *files, "-o", mean)
@@ -32,7 +32,7 @@ def test_files_or_the_last_of_a_folder(command, save_dir, mean, order):
     assert model(mean)[name].equal(expected.float())
 
 
-def test_last_updates(command, save_dir, tmp_path, mean):
+def test_last_updates_selects_checkpoints_by_update(command, save_dir, tmp_path, mean):
     for update in (5, 10, 15):
         (tmp_path / f"checkpoint_1_{update}.pt").symlink_to(save_dir / "checkpoint1.pt")
     said = command("average", "--last-updates", 2, tmp_path, "-o", mean).out

@@ -84,7 +84,7 @@ def test_languages_that_no_flag_gave_are_those_of_the_data(command, checkpoint, 
     assert "not recorded: trained without -s and -t, and its data folder does not exist" in said
 
 
-def test_an_average_says_of_what(command, save_dir, checkpoint, tmp_path):
+def test_an_average_lists_its_files(command, save_dir, checkpoint, tmp_path):
     mean = tmp_path / "mean.pt"
     assert command("average", "--last", 2, save_dir, "-o", mean).status == 0
     assert json.loads(command("info", mean, "--json").out)["averaged"] == ["checkpoint1.pt", "checkpoint2.pt"]
@@ -92,7 +92,7 @@ def test_an_average_says_of_what(command, save_dir, checkpoint, tmp_path):
     assert json.loads(command("info", checkpoint, "--json").out)["averaged"] is False
 
 
-def test_plain_text_says_the_same(command, checkpoint):
+def test_plain_text_contains_the_same_facts(command, checkpoint):
     lines = command("info", checkpoint).out.splitlines()
     facts = dict(line.split("  ", 1) for line in lines)
     assert (

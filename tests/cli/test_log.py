@@ -111,7 +111,7 @@ def test_importing_the_package_leaves_the_root_logger_alone():
 
 
 @pytest.mark.parametrize("verb", ["info", "generate"])
-def test_a_full_disk_under_the_output(data, checkpoint, verb):
+def test_output_to_a_full_disk_is_an_error(data, checkpoint, verb):
     flags = ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     argv = (checkpoint,) if verb == "info" else (data, *flags)
     with open("/dev/full", "w") as full:
@@ -120,7 +120,7 @@ def test_a_full_disk_under_the_output(data, checkpoint, verb):
     assert said == [f"surface-fusion {verb}: error: the output cannot be written: No space left on device"]
 
 
-def test_a_full_disk_under_the_log(data, tmp_path):
+def test_a_log_on_a_full_disk_does_not_end_the_training(data, tmp_path):
     with open("/dev/full", "w") as full:
         flags = ("--save-dir", tmp_path, "--max-update", 2, "--disable-validation")
         done = process("train", data, *TRAIN, *flags, stdout=full)
@@ -128,7 +128,7 @@ def test_a_full_disk_under_the_log(data, tmp_path):
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
-def test_a_reader_of_the_log_that_ends(data, tmp_path):
+def test_a_training_ends_when_the_reader_of_its_log_ends(data, tmp_path):
     read, write = os.pipe()
     os.close(read)
     flags = ("--save-dir", tmp_path, "--max-update", 2)

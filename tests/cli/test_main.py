@@ -1,4 +1,7 @@
-"""Verbs, help, version and exit statuses."""
+"""Verbs, help, version and exit statuses.
+
+Also tests ``cli/verbs.py``.
+"""
 
 import subprocess
 import sys
@@ -85,20 +88,33 @@ def test_verbs_and_summaries_agree():
     assert tuple(entry.SUMMARIES) == VERBS
 
 
-def test_script():
+@pytest.mark.parametrize("argv", ["--version", "--help", "trian", "score --help"])
+def test_help_version_and_a_misspelt_verb_import_neither_torch_nor_fairseq(argv):
+    code = f"""
+import sys
+from surface_fusion.cli.main import main
+
+main({argv.split()})
+sys.exit(str([name for name in ("torch", "fairseq", "omegaconf") if name in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_installed_script_prints_the_version():
     script = str(Path(sys.executable).with_name("surface-fusion"))
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"surface-fusion {surface_fusion.__version__}\n"
 
 
-def test_module():
+def test_python_m_surface_fusion_runs_a_verb():
     done = subprocess.run([sys.executable, "-m", "surface_fusion", "average"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("surface-fusion average: error: ") and done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_stops_early_is_no_traceback():
+def test_a_reader_that_stops_early_causes_no_traceback():
     program = [sys.executable, "-m", "surface_fusion", "train", "--help"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()

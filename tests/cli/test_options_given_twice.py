@@ -19,13 +19,13 @@ import pytest
         (("generate", "a", "--path", "b", "--user-dir", "c", "--user-dir", "d"), "--user-dir is given twice"),
     ],
 )
-def test_another_value_is_refused(command, argv, words):
+def test_a_second_different_value_is_refused(command, argv, words):
     result = command(*argv)
     assert (result.status, result.out) == (2, "")
     assert words in result.err and result.err.count("\n") == 1
 
 
-def test_the_same_value_is_not(command, tmp_path):
+def test_the_same_value_twice_is_accepted(command, tmp_path):
     """What is wrong then is the missing file."""
     result = command("score", "--hyp", "a", "--hyp", "a", "--ref", "b", "--ref", "b")
     assert result.status == 2 and "No such file or directory" in result.err

@@ -45,7 +45,7 @@ def test_other_languages_are_scored_as_they_are(command, texts):
     assert len(command("score", "--hyp", texts[0], "--ref", texts[1], "--lang", "de").out.splitlines()) == 3
 
 
-def test_json(command, texts):
+def test_json_contains_scores_and_warnings(command, texts):
     facts = json.loads(command("score", "--hyp", texts[0], "--ref", texts[1], "--json").out)
     assert facts["sentences"] == 3 and facts["warnings"] == [] and facts["skipped"] == []
     bleu = sacrebleu.corpus_bleu(HYPS, [REFS]).score
@@ -54,7 +54,7 @@ def test_json(command, texts):
     assert "version:" in facts["scores"][0]["signature"]
 
 
-def test_tokenised_hypotheses_draw_one_line(command, texts):
+def test_tokenised_hypotheses_cause_one_warning(command, texts):
     texts[0].write_text("Casa e mare .\nEl vine .\nTom , da .\n", encoding="utf-8")
     result = command("score", "--hyp", texts[0], "--ref", texts[1])
     assert result.status == 0
@@ -71,7 +71,7 @@ def test_tokenised_hypotheses_draw_one_line(command, texts):
         ("a\u2028still a\nb\nc\x0b\nd", "4 hypotheses but 3 references"),
     ],
 )
-def test_different_numbers_of_lines(command, texts, hyps, words):
+def test_different_numbers_of_lines_are_refused(command, texts, hyps, words):
     texts[0].write_text(hyps, encoding="utf-8")
     result = command("score", "--hyp", texts[0], "--ref", texts[1])
     assert (result.status, result.out) == (2, "")
@@ -137,7 +137,7 @@ def test_skipped_sentences_are_named_and_refused(command, generated, texts):
     assert "--skipped-as-empty" in result.err and result.err.count("\n") == 1
 
 
-def test_skipped_sentences_count_as_empty_where_that_is_asked_for(command, generated, texts):
+def test_skipped_as_empty_scores_skipped_sentences_as_empty(command, generated, texts):
     result = command(
         "score", "--generate-output", generated, "--ref", texts[1], "--skipped-as-empty", "--json"
     )
@@ -155,14 +155,14 @@ def test_fewer_references_than_translations_are_refused(command, generated, text
     assert "1 reference lines but 2 translated sentences; give the references" in result.err
 
 
-def test_a_byte_order_mark_is_no_text(command, texts):
+def test_a_byte_order_mark_is_ignored(command, texts):
     hyp, ref = texts
     ref.write_text("\ufeff" + hyp.read_text(encoding="utf-8"), encoding="utf-8")
     result = command("score", "--hyp", hyp, "--ref", ref, "--json")
     assert json.loads(result.out)["scores"][0]["value"] == pytest.approx(100)
 
 
-def test_several_references(command, texts, generated):
+def test_several_references_per_line_are_scored(command, texts, generated):
     """sacreBLEU's own, of both files together."""
     hyp, ref = texts
     other = ref.with_name("other.txt")

@@ -42,12 +42,14 @@ def dictionary(kind: str) -> Dictionary:
         ("whole", ("--remove-bpe",), None),
     ],
 )
-def test_hint(kind: str, argv: tuple[str, ...], line: str | None) -> None:
+def test_remove_bpe_that_does_not_fit_the_dictionary_gives_a_hint(
+    kind: str, argv: tuple[str, ...], line: str | None
+) -> None:
     said = hint(argv, dictionary(kind))
     assert said is None if line is None else line in said
 
 
-def test_interactive_and_generate_say_it_once(
+def test_interactive_and_generate_print_the_hint_once(
     command, checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Tom is here.\nTom.\n"))

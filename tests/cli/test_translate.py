@@ -61,7 +61,7 @@ def translated(
     return out.split("\n")[:-1], err
 
 
-def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any) -> None:
+def test_each_line_has_one_translation(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any) -> None:
     lines = ["Good morning.", "", "  ", "word " * 100, "Tom is here.\u2028Where?", "Ünknown ☃ letters"]
     out, _ = translated(folder, "\n".join(lines), monkeypatch, capsys)
     assert len(out) == len(lines)
@@ -70,7 +70,9 @@ def test_line_for_line(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any)
     assert "\u2581" not in "".join(out)
 
 
-def test_from_another_folder(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_relative_path_to_the_model_works_in_any_folder(
+    folder: Path, monkeypatch: Any, capsys: Any
+) -> None:
     (folder / "scripts").mkdir(exist_ok=True)
     monkeypatch.chdir(folder / "scripts")
     assert translated(Path(os.pardir), "Hi\n", monkeypatch, capsys) == translated(
@@ -78,7 +80,7 @@ def test_from_another_folder(folder: Path, monkeypatch: Any, capsys: Any) -> Non
     )
 
 
-def test_the_same_alone_and_among_others(
+def test_a_line_translates_the_same_alone_and_in_a_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More lines than are translated at once, of several lengths."""
@@ -89,7 +91,7 @@ def test_the_same_alone_and_among_others(
         assert translated(folder, text[i], monkeypatch, capsys)[0] == [together[i]]
 
 
-def test_what_is_no_utf_8_is_translated_too(folder: Path) -> None:
+def test_a_line_that_is_not_utf_8_is_translated(folder: Path) -> None:
     command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
     assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
@@ -136,7 +138,7 @@ def test_lines_are_translated_when_their_input_pauses(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--explain",)])
-def test_the_batches_of_the_training_are_no_limit(
+def test_the_batch_size_of_the_training_does_not_limit_lines(
     folder: Path, monkeypatch: Any, capsys: Any, flags: tuple[str, ...]
 ) -> None:
     """Of a model that was trained on batches of 12 tokens, one sentence each."""
@@ -150,7 +152,9 @@ def test_the_batches_of_the_training_are_no_limit(
     assert found == whole and err == "" and len(found) >= 3 and found[1]
 
 
-def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_explain_prints_a_table_below_each_translation(
+    folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """Each translation as without, and below it a table; files where they were asked for."""
     text = "Good morning.\n\nTom is here."
     plain, _ = translated(folder, text, monkeypatch, capsys)
@@ -183,7 +187,7 @@ def test_a_closed_output_is_named(folder: Path, monkeypatch: Any, capsys: Any) -
     assert "standard output is closed" in capsys.readouterr().err
 
 
-def test_out_is_for_explanations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_needs_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", str(folder), "-o", "x"]) != 0
     assert "-o needs --explain" in capsys.readouterr().err
     file = folder / "file"
@@ -192,7 +196,7 @@ def test_out_is_for_explanations(folder: Path, capsys: pytest.CaptureFixture[str
     assert f"-o {file} is a file; give a folder" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_the_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(SurfaceFusionError, match=r"model folder .*nowhere does not exist"):
         translate.find_files(tmp_path / "nowhere")
     with pytest.raises(SurfaceFusionError, match=r"have no checkpoint_best\.pt or checkpoint_last\.pt"):

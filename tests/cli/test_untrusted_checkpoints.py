@@ -1,6 +1,6 @@
 """No verb runs code from a checkpoint; the error names the refused part.
 
-Tests ``cli/fairseq_verbs.py`` with ``compat/checkpoint_allowlist.py``.
+Tests ``cli/checkpoint_flags.py`` and ``cli/fairseq_verbs.py`` with ``compat/checkpoint_allowlist.py``.
 """
 
 import io

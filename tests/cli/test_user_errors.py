@@ -66,7 +66,7 @@ def other_data(tmp_path_factory):
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_flags_of_train(train, flags, line, monkeypatch):
+def test_an_invalid_flag_of_train_is_named(train, flags, line, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     said = train(*flags)
     assert said.startswith(line)
@@ -74,7 +74,7 @@ def test_flags_of_train(train, flags, line, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "flat_adam"])
-def test_a_training_that_diverges(data, tmp_path, refused, optimizer):
+def test_a_training_that_diverges_says_so(data, tmp_path, refused, optimizer):
     flags = (*TRAIN, "--optimizer", optimizer, "--lr", 1e4, "--max-update", 50, "--warmup-updates", 1)
     said = refused("train", data, *flags, "--save-dir", tmp_path)
     assert said == "the training diverged, gradients are Nan/Inf; lower --lr or warm up longer"
@@ -95,7 +95,7 @@ def test_path_must_be_given(refused, data, verb):
 
 
 @pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate"])
-def test_missing_data_folder(refused, checkpoint, verb):
+def test_a_missing_data_folder_is_named(refused, checkpoint, verb):
     flags = (
         TRAIN if verb == "train" else ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     )
@@ -104,7 +104,7 @@ def test_missing_data_folder(refused, checkpoint, verb):
     assert refused(verb, "nowhere", *flags).startswith("data folder nowhere does not exist; ")
 
 
-def test_folder_without_data(train, refused, tmp_path):
+def test_a_folder_without_data_is_refused(train, refused, tmp_path):
     assert "Could not infer language pair" in refused("train", tmp_path, *TRAIN)
 
 
@@ -138,7 +138,7 @@ EXPECTED = {
 @pytest.mark.parametrize(
     "verb", ["train", "generate", "interactive", "validate", "average", "info", "analyse"]
 )
-def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
+def test_a_missing_or_damaged_checkpoint_is_named(refused, train, data, checkpoint, tmp_path, verb, kind):
     path = damaged(kind, checkpoint, tmp_path)
     if verb == "train":
         said = train("--finetune-from-model", path)
@@ -157,7 +157,7 @@ def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
 
 
 @pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate"])
-def test_dictionary_of_another_size(refused, other_data, data, checkpoint, tmp_path, verb):
+def test_a_dictionary_of_another_size_is_refused(refused, other_data, data, checkpoint, tmp_path, verb):
     sizes = [
         len((folder / "dict.en.txt").read_text("utf-8").splitlines()) + 4 for folder in (other_data, data)
     ]
@@ -180,17 +180,17 @@ def test_dictionary_of_another_size(refused, other_data, data, checkpoint, tmp_p
     assert f"the source dictionary has {sizes[0]} entries" in said and str(sizes[1]) in said
 
 
-def test_checkpoint_of_another_size(train, checkpoint):
+def test_a_checkpoint_of_another_size_is_refused(train, checkpoint):
     said = train("--restore-file", checkpoint, "--decoder-layers", 2)
     assert said.startswith("Error(s) in loading state_dict for SurfaceFusionModel: Missing key(s)")
     assert "decoder.layers.1." in said and said.endswith("was the checkpoint trained with other flags?")
 
 
-def test_other_optimizer_on_resume(train, checkpoint):
+def test_resuming_with_another_optimizer_is_refused(train, checkpoint):
     assert "--reset-optimizer" in train("--restore-file", checkpoint, "--optimizer", "sgd")
 
 
-def test_empty_training_file(command, refused, data, tmp_path):
+def test_an_empty_training_file_is_named(command, refused, data, tmp_path):
     for language in ("en", "ro"):
         (tmp_path / f"empty.{language}").touch()
     argv = ("-s", "en", "-t", "ro", "--trainpref", tmp_path / "empty", "--validpref", TEXT / "valid")
@@ -200,7 +200,7 @@ def test_empty_training_file(command, refused, data, tmp_path):
     assert "train.en-ro.en" in said and "has no sentences" in said
 
 
-def test_preprocess_without_its_text(refused, tmp_path):
+def test_preprocess_names_a_missing_text_file(refused, tmp_path):
     said = refused(
         "preprocess", "-s", "en", "-t", "ro", "--trainpref", tmp_path / "none", "--destdir", tmp_path
     )
@@ -215,12 +215,12 @@ def test_preprocess_does_not_overwrite_dictionaries(refused, data, tmp_path):
 
 
 @pytest.mark.parametrize("overrides", ["{sf_gate", "sf_gate"])
-def test_overrides_that_are_no_dictionary(refused, data, checkpoint, overrides):
+def test_overrides_must_be_a_dictionary(refused, data, checkpoint, overrides):
     said = refused("generate", data, "--path", checkpoint, "--cpu", "--model-overrides", overrides)
     assert said.startswith("--model-overrides is not a Python dictionary: ")
 
 
-def test_overrides_are_checked(refused, data, checkpoint):
+def test_values_of_overrides_are_checked(refused, data, checkpoint):
     said = refused("generate", data, "--path", checkpoint, "--cpu", "--model-overrides", "{'sf_gate': 2}")
     assert said.startswith("--sf-gate 2 is outside [0, 1]")
 
@@ -261,7 +261,7 @@ def spawning(train, monkeypatch):
     return partial(train, *gloo)
 
 
-def test_errors_of_spawned_processes(spawning):
+def test_a_user_error_in_a_spawned_process_is_one_line(spawning):
     assert spawning("--sf-idx", 5).startswith("--sf-idx 5 is out of range for 1 decoder layers; ")
 
 
@@ -270,7 +270,7 @@ def test_bugs_of_spawned_processes_stay_bugs():
     assert user_line(torch.multiprocessing.ProcessRaisedException(told, 1, 12345)) is None
 
 
-def test_replaced_and_chained_exceptions():
+def test_a_user_error_is_found_in_a_chain_of_exceptions():
     for chain in (SurfaceFusionError, FileNotFoundError):
         with pytest.raises(Exception, match="makes of it") as raised:
             raise_inside(chain)
@@ -280,5 +280,5 @@ def test_replaced_and_chained_exceptions():
     assert user_line(raised.value) is None
 
 
-def test_lines_are_one_line():
+def test_a_message_of_two_lines_becomes_one():
     assert user_line(FileNotFoundError("two\nlines")) == "two lines"

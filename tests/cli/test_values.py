@@ -34,7 +34,7 @@ from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
         ),
     ],
 )
-def test_training(refused, data, tmp_path, flags, line):
+def test_invalid_numbers_of_a_training_are_refused(refused, data, tmp_path, flags, line):
     said = refused("train", data, *TRAIN, "--save-dir", tmp_path / "s", "--max-update", 1, *flags)
     assert said.startswith(line)
     assert not (tmp_path / "s").exists() or not [*(tmp_path / "s").iterdir()]
@@ -54,7 +54,7 @@ def test_training(refused, data, tmp_path, flags, line):
         (("--eval-bleu-detok", "nosuch"), "--eval-bleu-detok nosuch: choose one of moses, nltk, space"),
     ],
 )
-def test_validation_by_bleu(refused, data, tmp_path, flags, line):
+def test_invalid_arguments_of_eval_bleu_are_refused(refused, data, tmp_path, flags, line):
     assert refused("train", data, *TRAIN, "--save-dir", tmp_path, "--eval-bleu", *flags).startswith(line)
 
 
@@ -62,12 +62,12 @@ def test_validation_by_bleu(refused, data, tmp_path, flags, line):
     "metric, advice",
     [("bleu", "add --eval-bleu"), ("accuracy", "choose one of loss, nll_loss, ppl")],
 )
-def test_a_metric_that_is_not_logged(refused, data, tmp_path, metric, advice):
+def test_a_metric_that_is_not_logged_is_refused(refused, data, tmp_path, metric, advice):
     said = refused("train", data, *TRAIN, "--save-dir", tmp_path, "--best-checkpoint-metric", metric)
     assert said == f"--best-checkpoint-metric {metric} is not logged by validation; {advice}"
 
 
-def test_a_metric_that_another_criterion_does_not_log(refused, data, tmp_path):
+def test_a_metric_that_another_criterion_does_not_log_is_refused(refused, data, tmp_path):
     criterion = ("--criterion", "label_smoothed_cross_entropy_with_alignment", "--max-update", 1)
     said = refused(
         "train", data, *TRAIN, *criterion, "--save-dir", tmp_path, "--best-checkpoint-metric", "wer"
@@ -83,7 +83,7 @@ def test_a_metric_that_another_criterion_does_not_log(refused, data, tmp_path):
         ("subword-nmt", "interactive", ("--bpe", "subword_nmt", "--bpe-codes", "dict.en.txt")),
     ],
 )
-def test_a_missing_package(refused, data, checkpoint, tmp_path, monkeypatch, package, verb, flags):
+def test_a_missing_package_is_named(refused, data, checkpoint, tmp_path, monkeypatch, package, verb, flags):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     monkeypatch.chdir(data)
     others = (*TRAIN, "--save-dir", tmp_path) if verb == "train" else ("--path", checkpoint, "--cpu")
@@ -99,7 +99,7 @@ def test_a_missing_package(refused, data, checkpoint, tmp_path, monkeypatch, pac
         (("--tokenizer", "moses"), "--source-lang"),
     ],
 )
-def test_a_missing_setting(refused, data, checkpoint, flags, missing):
+def test_a_missing_setting_is_named(refused, data, checkpoint, flags, missing):
     assert (
         refused("interactive", data, "--path", checkpoint, "--cpu", *flags) == f"{missing} is missing; add it"
     )
@@ -115,12 +115,12 @@ def test_a_missing_setting(refused, data, checkpoint, flags, missing):
         ("interactive", ("--print-alignment", "soft"), "--print-alignment soft works in generate only"),
     ],
 )
-def test_a_flag_of_another_command(refused, data, checkpoint, monkeypatch, verb, flags, line):
+def test_a_flag_of_another_command_is_refused(refused, data, checkpoint, monkeypatch, verb, flags, line):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert refused(verb, data, "--path", checkpoint, "--cpu", *flags).startswith(line)
 
 
-def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
+def test_numbers_are_checked_for_a_plain_transformer(refused, data, tmp_path):
     flags = ("--label-smoothing", 1.5, "--max-update", 1, "--save-dir", tmp_path / "s")
     said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
     assert said.startswith("--label-smoothing 1.5 is not a probability below 1")
@@ -139,7 +139,7 @@ def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
         (("--lenpen", "nan"), "--lenpen nan: give a finite number"),
     ],
 )
-def test_generation(refused, data, checkpoint, verb, flags, line):
+def test_invalid_numbers_of_a_generation_are_refused(refused, data, checkpoint, verb, flags, line):
     said = refused(verb, data, "--path", checkpoint, "--cpu", *flags)
     assert said.startswith(line)
 
@@ -153,24 +153,24 @@ def test_generation(refused, data, checkpoint, verb, flags, line):
         ("qq", "remove it"),
     ],
 )
-def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
+def test_a_misspelt_override_is_refused(refused, data, checkpoint, verb, key, advice):
     flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
     said = refused(verb, data, *flags)
     assert said == f"override '{key}' of {checkpoint} is not a setting of its model; {advice}"
 
 
-def test_an_override_of_another_type(refused, data, checkpoint):
+def test_an_override_of_another_type_is_refused(refused, data, checkpoint):
     flags = ("--path", checkpoint, "--cpu", "--model-overrides", "{'dropout': 'much'}")
     assert refused("generate", data, *flags) == "--dropout 'much': give a number"
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])
-def test_overrides_that_are_settings(command, data, checkpoint, overrides):
+def test_overrides_of_any_setting_are_accepted(command, data, checkpoint, overrides):
     flags = ("--path", checkpoint, "--cpu", "--max-len-b", 5, "--beam", 1, "--model-overrides", overrides)
     assert command("generate", data, "--gen-subset", "valid", "--num-workers", 0, *flags).status == 0
 
 
-def test_keywords_of_from_pretrained(checkpoint, data):
+def test_keywords_of_from_pretrained_are_checked(checkpoint, data):
     place = (str(checkpoint.parent), checkpoint.name, str(data))
     with pytest.raises(SurfaceFusionError, match="did you mean sf_gate"):
         SurfaceFusionModel.from_pretrained(*place, sf_gat=0.9)
@@ -183,13 +183,13 @@ def test_keywords_of_from_pretrained(checkpoint, data):
 @pytest.mark.parametrize(
     "flags, line", [(("--workers", 0), "--workers 0: give"), (("--nwordssrc", -5), "--nwordssrc -5: give")]
 )
-def test_preprocessing(refused, tmp_path, flags, line):
+def test_invalid_numbers_of_preprocess_are_refused(refused, tmp_path, flags, line):
     argv = ("-s", "en", "-t", "ro", "--trainpref", tmp_path / "no", "--destdir", tmp_path / "out", *flags)
     assert refused("preprocess", *argv).startswith(line)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_numbers_in_a_yaml_training(data):
+def test_the_trainer_checks_a_changed_configuration(data):
     """fairseq's own command knows them when the trainer is made."""
     argv = [str(data), *map(str, TRAIN)]
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), argv))
@@ -200,7 +200,7 @@ def test_the_same_numbers_in_a_yaml_training(data):
         Trainer(cfg, task, model, criterion)
 
 
-def test_an_unusual_but_sound_training_goes_on(data, tmp_path):
+def test_unusual_but_valid_numbers_are_accepted(data, tmp_path):
     flags = ("--label-smoothing", 0, "--clip-norm", 0, "--lr", 0, "--dropout", 0, "--update-freq", 2)
     assert (
         main(["train", str(data), *map(str, TRAIN), *map(str, flags), "--max-update", "1", "--no-save"]) == 0

@@ -162,9 +162,9 @@ def test_published_positions_of_transparent_attention_reach_the_surface() -> Non
 def test_unattended_encoder_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     flags = ("--layer-wise-attention", "--encoder-layers", "4")
     config(*flags, *ATT, "--sf-no-detach")
-    assert not [r for r in caplog.records if r.name == "surface_fusion.config.flags"]
+    assert not [r for r in caplog.records if r.name == "surface_fusion.config.model_checks"]
     config(*flags)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.flags"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.model_checks"]
     assert "no decoder layer attends to the last 2 encoder layers" in line
 
 

@@ -81,8 +81,7 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
     outside = [math.nan, math.inf, -math.inf]
     outside += [valid.low - 1] if math.isfinite(valid.low) else []
     outside += [valid.high + 1] if math.isfinite(valid.high) else []
-    outside += [valid.low] if valid.low_excluded else []
-    outside += [valid.high] if valid.high_excluded else []
+    outside += valid.excluded
     for value in outside:
         if value in valid.special:
             continue
@@ -98,8 +97,7 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
 def test_values_inside_the_range_are_accepted(name: str) -> None:
     valid = RANGES[name]
     inside = [*valid.special, 1 if 1 in valid else 0.5]
-    inside += [valid.low] if math.isfinite(valid.low) and not valid.low_excluded else []
-    inside += [valid.high] if math.isfinite(valid.high) and not valid.high_excluded else []
+    inside += [x for x in (valid.low, valid.high) if math.isfinite(x) and x not in valid.excluded]
     for value in inside:
         assert value in valid
         check_ranges({name: value})

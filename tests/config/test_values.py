@@ -1,6 +1,6 @@
 """Invalid values are refused and values without effect are logged, each in one line.
 
-Tests ``config/flags.py`` and ``config/encoder_fusion_flags.py``.
+Tests ``config/model_checks.py``, ``config/flags.py`` and ``config/encoder_fusion_flags.py``.
 """
 
 from typing import Any
@@ -141,5 +141,5 @@ def test_embedding_flags_without_effect_are_logged(
     flags: tuple[str, ...], text: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(*flags)
-    said = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.encoder_fusion_flags"]
+    said = [r.getMessage() for r in caplog.records if r.name == "surface_fusion.config.model_checks"]
     assert said == ([] if text is None else [f"{flags[0]}: without effect {text}"])

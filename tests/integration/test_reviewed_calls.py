@@ -82,6 +82,10 @@ REVIEWED: dict[tuple[str, str], str] = {
     ("fairseq/utils.py", "importlib.import_module(module_name)"): "--user-dir, which no file sets",
     ("fairseq_cli/eval_lm.py", "eval(cfg.common_eval.model_overrides)"): USER,
     ("fairseq_cli/validate.py", "eval(getattr(override_args, 'model_overrides', '{}'))"): USER,
+    (
+        "surface_fusion/cli/main.py",
+        "importlib.import_module(f'surface_fusion.cli.{verb}')",
+    ): "a key of OWN_VERBS",
     ("surface_fusion/cli/fairseq_verbs.py", "importlib.import_module(f'fairseq_cli.{verb}')"): OWN_MODULES,
     ("surface_fusion/compat/checkpoint_integrity.py", "torch.load("): SAFE_LOAD,
     ("surface_fusion/compat/checkpoint_loading.py", "import pickle"): "its exceptions only",

@@ -90,7 +90,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert names(disk) == []
 
 
-def test_a_folder_that_is_missing_or_none_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match=r"No such file or directory; create the folder first"):
         write_text(tmp_path / "nowhere" / "a", "")
@@ -107,12 +107,12 @@ def test_a_folder_or_a_device_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "é" * 127])
-def test_a_name_as_long_as_there_can_be(tmp_path: Path, name: str) -> None:
+def test_a_file_with_the_longest_valid_name_is_written(tmp_path: Path, name: str) -> None:
     write_text(tmp_path / name, "text")
     assert names(tmp_path) == [name]
 
 
-def test_only_errors_that_may_pass_are_tried_again() -> None:
+def test_only_errors_of_the_file_system_are_transient() -> None:
     assert WriteError("a", OSError(errno.EIO, "Input/output error")).transient
     assert not WriteError("a", OSError(errno.ENOSPC, "No space left on device")).transient
 

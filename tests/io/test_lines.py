@@ -43,7 +43,7 @@ def test_a_last_line_may_lack_its_line_feed(text: str, tmp_path: Path) -> None:
         assert [line for part in batches_of_lines(file, 4) for line in part] == expected
 
 
-def test_bytes_that_are_no_text_are_named_by_line_and_byte(tmp_path: Path) -> None:
+def test_invalid_utf_8_is_named_by_line_and_byte(tmp_path: Path) -> None:
     path = tmp_path / "latin1.txt"
     path.write_bytes(b"fine\nsch\xf6n\n")
     with pytest.raises(SurfaceFusionError, match=r"latin1\.txt is not UTF-8 text: .* at byte 4 of line 2"):
@@ -52,7 +52,7 @@ def test_bytes_that_are_no_text_are_named_by_line_and_byte(tmp_path: Path) -> No
         assert list(iterate_lines(file)) == ["fine", "sch\ufffdn"]
 
 
-def test_lines_are_handed_on_when_the_input_pauses() -> None:
+def test_lines_are_yielded_when_the_input_pauses() -> None:
     """A burst of five, a part of a line, its rest: nobody waits for the end of the input."""
     read, write = os.pipe()
     with os.fdopen(read) as stream:
@@ -68,7 +68,7 @@ def test_lines_are_handed_on_when_the_input_pauses() -> None:
         later.join()
 
 
-def test_a_file_is_read_as_it_is_used(tmp_path: Path) -> None:
+def test_a_file_is_read_in_parts_as_its_lines_are_used(tmp_path: Path) -> None:
     """20,000 lines, of which 64 KiB and a list of 64 lines are read before the first list is used."""
     path = tmp_path / "text"
     path.write_text("".join(f"line {i}\n" for i in range(20_000)))

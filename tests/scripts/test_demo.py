@@ -98,7 +98,7 @@ def test_a_vocabulary_that_is_too_large_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_names_of_folders_are_no_markup(tmp_path: Path) -> None:
+def test_names_of_folders_are_not_read_as_markup(tmp_path: Path) -> None:
     """Nor is a curve left out of the legend whose folder begins with an underscore."""
     logs = [tmp_path / name / "train.log" for name in ("_a", "$b$", "$\\frac$")]
     for log in logs:

@@ -48,11 +48,13 @@ def test_a_difference_is_named() -> None:
         ("", True, "killed before it said so"),
     ],
 )
-def test_where_a_training_resumed(log: str, had_checkpoint: bool, words: str) -> None:
+def test_the_start_of_a_resumed_training_is_found_in_its_log(
+    log: str, had_checkpoint: bool, words: str
+) -> None:
     assert words in kill_training.resumed_from(log, had_checkpoint)
 
 
 @pytest.mark.parametrize("log", ["No existing checkpoint found a", "checkpoint a is damaged: its table"])
-def test_a_start_that_lost_something_fails(log: str) -> None:
+def test_a_start_that_lost_progress_fails(log: str) -> None:
     with pytest.raises(kill_training.Failure):
         kill_training.resumed_from(log, True)

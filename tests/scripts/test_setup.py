@@ -84,7 +84,7 @@ def test_torch_is_installed_before_the_package_and_the_environment_is_told(clone
     assert clone.calls == [f"-m venv {clone.venv}", "torch==2.13.0", "-e .[plot,test]"]
 
 
-def test_second_time_does_nothing(clone: Clone) -> None:
+def test_a_second_run_does_nothing(clone: Clone) -> None:
     first = clone.setup("plot")
     again = clone.setup("plot")
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
@@ -126,7 +126,7 @@ def test_torch_of_the_machine_is_kept(clone: Clone) -> None:
     assert "keeping its torch" in done.stderr
 
 
-def test_torch_of_choice(clone: Clone) -> None:
+def test_another_torch_can_be_chosen(clone: Clone) -> None:
     clone.setup(FAKE_TORCH="yes", SURFACE_FUSION_TORCH="torch==2.9.1 --pre")
     assert clone.calls == [f"-m venv {clone.venv}", "torch==2.9.1 --pre", "-e ."]
 
@@ -155,7 +155,7 @@ def test_unsupported_python_is_named(clone: Clone, version: str) -> None:
     )
 
 
-def test_no_supported_python_on_the_path(clone: Clone) -> None:
+def test_no_supported_python_on_the_path_is_an_error(clone: Clone) -> None:
     done = clone.setup(FAKE_VERSION="3.9.18")
     assert done.returncode == 1
     assert "no supported Python on PATH (found: Python 3.9.18)" in done.stderr
@@ -168,7 +168,7 @@ def test_a_python_with_wheels_is_preferred(clone: Clone) -> None:
     assert "with Python 3.12.1" in done.stderr
 
 
-def test_missing_venv_module(clone: Clone) -> None:
+def test_a_missing_venv_module_is_named(clone: Clone) -> None:
     done = clone.setup(FAKE_NO_VENV="yes")
     assert done.returncode == 1
     assert done.stderr == (
@@ -177,7 +177,7 @@ def test_missing_venv_module(clone: Clone) -> None:
     )
 
 
-def test_another_python_than_the_environment_has(clone: Clone) -> None:
+def test_another_python_than_that_of_the_environment_is_refused(clone: Clone) -> None:
     clone.setup()
     other = clone.put_command("other", "#!/bin/sh\necho 3.12.1\n")
     done = clone.setup(SURFACE_FUSION_PYTHON=str(other))
@@ -185,7 +185,7 @@ def test_another_python_than_the_environment_has(clone: Clone) -> None:
     assert f"{clone.venv} has Python 3.11.7 but SURFACE_FUSION_PYTHON is 3.12.1" in done.stderr
 
 
-def test_broken_environment(clone: Clone) -> None:
+def test_a_broken_environment_is_named(clone: Clone) -> None:
     (clone.venv / "bin").mkdir(parents=True)
     (clone.venv / "bin" / "python").symlink_to("/nowhere/python3.11")
     done = clone.setup()
@@ -193,7 +193,7 @@ def test_broken_environment(clone: Clone) -> None:
     assert f"the Python of {clone.venv} does not run" in done.stderr
 
 
-def test_moved_clone(clone: Clone) -> None:
+def test_a_moved_clone_is_refused(clone: Clone) -> None:
     clone.setup()
     old = clone.root
     clone.root = old.rename(old.with_name("moved"))
@@ -202,13 +202,13 @@ def test_moved_clone(clone: Clone) -> None:
     assert f"was set up under another path ({old}, {old}/.venv)" in done.stderr
 
 
-def test_relative_place(clone: Clone, tmp_path: Path) -> None:
+def test_the_environment_may_have_a_relative_path(clone: Clone, tmp_path: Path) -> None:
     done = clone.setup(SURFACE_FUSION_VENV="env")
     assert done.stdout == f"{tmp_path / 'env'}\n"
     assert (tmp_path / "env" / "bin" / "python").exists()
 
 
-def test_unknown_extra(clone: Clone) -> None:
+def test_an_unknown_extra_is_refused(clone: Clone) -> None:
     done = clone.setup("plots")
     line = "setup: there is no extra 'plots'; choose from docs, plot, test\n"
     assert (done.returncode, done.stderr) == (1, line)

@@ -154,7 +154,7 @@ class TestPrepare:
         assert line == f"prepare.sh: {archive}: wmt16/en-ro/dev/dev.bpe has 20 lines in .en but 19 in .ro"
         assert list((tmp_path / "out").iterdir()) == []
 
-    def test_no_archive(self, run: Run, tmp_path: Path) -> None:
+    def test_a_missing_or_invalid_archive_is_refused(self, run: Run, tmp_path: Path) -> None:
         assert "no archive given" in refusal(run("prepare.sh", status=2))
         assert refusal(run("prepare.sh", "nowhere.tar.gz", status=2)) == (
             "prepare.sh: archive nowhere.tar.gz does not exist"
@@ -202,12 +202,12 @@ class TestCommands:
         data = [str(machine.out / "data-bin"), "--source-lang", "en", "--target-lang", "ro"]
         assert command == ["train", *data, *published]
 
-    def test_fewer_gpus_than_there_are(self, tmp_path: Path) -> None:
+    def test_fewer_gpus_raise_the_update_frequency(self, tmp_path: Path) -> None:
         command = Recorded(tmp_path, 8).command("train.sh", "--gpus", 2)
         assert command[command.index("--distributed-world-size") + 1] == "2"
         assert command[command.index("--update-freq") + 1] == "4"
 
-    def test_without_a_gpu(self, tmp_path: Path) -> None:
+    def test_training_without_a_gpu_uses_the_cpu(self, tmp_path: Path) -> None:
         command = Recorded(tmp_path, 0).command("train.sh")
         assert "--fp16" not in command and "--cpu" in command
         assert command[command.index("--update-freq") + 1] == "8"
@@ -225,13 +225,15 @@ class TestCommands:
             (1, ["another"], "one argument too many: another"),
         ],
     )
-    def test_refusals(self, seen: int, args: list[str], line: str, tmp_path: Path) -> None:
+    def test_invalid_arguments_of_train_are_refused(
+        self, seen: int, args: list[str], line: str, tmp_path: Path
+    ) -> None:
         machine = Recorded(tmp_path, seen)
         done = machine.run("train.sh", machine.out, *args, status=2)
         assert refusal(done).startswith(f"train.sh: {line}")
         assert not (tmp_path / "commands").exists()
 
-    def test_the_other_direction_the_baseline_and_flags_of_ones_own(self, tmp_path: Path) -> None:
+    def test_direction_baseline_and_further_flags_can_be_given(self, tmp_path: Path) -> None:
         machine = Recorded(tmp_path, 8)
         command = machine.command("train.sh", "--direction", "ro-en", "--vanilla", "--", "--seed", "2")
         assert command[2:6] == ["--source-lang", "ro", "--target-lang", "en"]
@@ -247,7 +249,7 @@ class TestCommands:
         assert command == ["generate", *data, *published]
 
     @pytest.mark.parametrize("script", ["train.sh", "evaluate.sh"])
-    def test_the_step_before_is_missing(self, script: str, tmp_path: Path) -> None:
+    def test_a_missing_earlier_step_is_named(self, script: str, tmp_path: Path) -> None:
         machine = Recorded(tmp_path, 1)
         done = machine.run(script, tmp_path / "nowhere", status=2)
         assert refusal(done) == (
@@ -257,7 +259,7 @@ class TestCommands:
         done = machine.run("evaluate.sh", machine.out, "--direction", "ro-en", status=2)
         assert refusal(done).endswith("ro-en/checkpoint_best.pt is missing; run train.sh first")
 
-    def test_no_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_environment_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SURFACE_FUSION_VENV", str(tmp_path / "no-venv"))
         machine = Recorded(tmp_path, 1)
         for name in ("python", "python3"):

@@ -54,7 +54,7 @@ def test_methods_from_raw_text(
     assert len(script("results").read_rows(out)) == 2 * len(rows)
 
 
-def test_what_another_machine_trained_is_scored_here(run: Callable[..., None], tmp_path: Path) -> None:
+def test_outcomes_of_another_machine_are_scored(run: Callable[..., None], tmp_path: Path) -> None:
     out = tmp_path / "methods.csv"
     argv = ("methods", "--quick", "--cpu", "--method", "vanilla", "--seeds", 3, "--work", tmp_path, "-o", out)
     run(*argv)
@@ -148,7 +148,9 @@ def test_a_users_mistake_is_one_line(
     assert re.search(said, message.splitlines()[-1])
 
 
-def test_tune(run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_finds_the_best_learning_rate(
+    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "tune.csv"
     run("tune", "--quick", "--cpu", "--dropout", 0, "--lr", 1e-3, 1e-2, 1e-3, "--jobs", 2, "-o", out)
     rows = script("results").read_rows(out)

@@ -30,12 +30,12 @@ def test_the_claim_holds_of_the_papers_own_values() -> None:
         ([[0.45, 0.4], [0.5, 0.3], [0.05, 0.3]], "in decoder layers 2 of 2"),
     ],
 )
-def test_it_does_not_hold_of_others(weights: list[list[float]], said: str) -> None:
+def test_the_claim_does_not_hold_of_other_values(weights: list[list[float]], said: str) -> None:
     found = script("paper_figures").claim(weights, [[0.0, 0.0]] * 3)
     assert said in found and found.endswith("does not hold here")
 
 
-def test_what_is_committed_can_be_drawn_again(
+def test_the_committed_tables_can_be_drawn_again(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for n in (1, 2):
@@ -50,7 +50,7 @@ def test_what_is_committed_can_be_drawn_again(
     assert "<!-- paper (Ro-En, read off its figure) -->" in drawn[1]
 
 
-def test_what_cannot_be_drawn_is_one_line(run: Callable[..., None], tmp_path: Path) -> None:
+def test_a_damaged_table_is_reported_in_one_line(run: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"figure1\.csv does not exist; leave out --redraw"):
         run("paper_figures", "--redraw", "-o", tmp_path)
     (tmp_path / "figure1.csv").write_text("encoder_layer,decoder_layer,mean,deviation,paper\nEmb,1,1,0,\n")
@@ -64,7 +64,7 @@ def test_what_cannot_be_drawn_is_one_line(run: Callable[..., None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("flags", [(), ("data",), ("data", "one.pt", "--redraw"), ("data", "--redraw")])
-def test_models_or_what_was_measured(
+def test_either_models_or_redraw_must_be_given(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -71,7 +71,7 @@ def test_rows_name_the_machines_that_trained(run: Callable[..., None], tmp_path:
     }, "p is of all of them"
 
 
-def test_what_is_missing_is_named_and_nothing_made(
+def test_missing_outcomes_are_named_and_nothing_is_written(
     run: Callable[..., None], tmp_path: Path, leave: Leave, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--seeds", 1, "--dtype", "fp16", "-o", tmp_path / "methods.csv")
@@ -132,7 +132,7 @@ def test_a_malformed_machine_is_one_line(
     assert len(str(end.value).splitlines()) == 1
 
 
-def test_quick_is_one_seed(
+def test_quick_scores_one_seed(
     run: Callable[..., None], tmp_path: Path, leave: Leave, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leave("vanilla", 1, MACHINE)

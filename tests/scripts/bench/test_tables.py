@@ -36,7 +36,7 @@ def test_rows_are_appended_and_none_is_lost(tmp_path: Path) -> None:
     assert [path.name for path in table.parent.iterdir()] == ["train.csv"]
 
 
-def test_nothing_is_begun_after_a_failure() -> None:
+def test_nothing_is_started_after_a_failure() -> None:
     begun = []
 
     def work(item: int, device: int | None) -> None:
@@ -114,7 +114,7 @@ RECORD = {
 }
 
 
-def test_cold_is_everything_since_the_first_epoch_began() -> None:
+def test_the_cold_rate_counts_everything_since_the_first_epoch() -> None:
     train = script("train")
     assert train.cold_rate([RECORD], 4) == (40 / 9, 4)
     assert train.cold_rate([RECORD], 500) == (80 / 14, 8)
@@ -134,7 +134,7 @@ def test_of_several_processes_all_tokens_count_in_the_time_of_the_slowest() -> N
     assert train.cold_rate([RECORD, slow], 4) == (80 / 18, 4)
 
 
-def test_one_thing_is_varied_at_a_time() -> None:
+def test_one_setting_is_varied_at_a_time() -> None:
     scaling = script("scaling")
     axes = {"max_tokens": [1, 2], "vocab": [8], "layers": [6, 9]}
     base = {"max_tokens": 2, "vocab": 8, "layers": 6}
@@ -240,7 +240,7 @@ def test_the_profile_accounts_for_an_update(run: Callable[..., None], tmp_path: 
     assert all(r.unit == "ms" and r.n == 6 for r in parts.values())
 
 
-def test_what_a_kernel_does() -> None:
+def test_kernels_are_assigned_to_parts_by_name() -> None:
     part_of = script("step_profile").part_of
     assert part_of("nvjet_sm90_hsh_64x48_64x15_2x4_h_bz_bias_TNT") == "matrix products"
     assert part_of("_forward_kernel") == part_of("fmha_cutlassF_f32_aligned_64x64_rf_sm80") == "attention"
@@ -250,7 +250,7 @@ def test_what_a_kernel_does() -> None:
     assert part_of("something else") == "other"
 
 
-def test_kernels_side_by_side_count_once() -> None:
+def test_time_of_concurrent_kernels_counts_once() -> None:
     profile = script("step_profile")
     pieces = [profile.KernelRun("gemm", *when) for when in ((0.0, 1000.0), (500.0, 1000.0), (4000.0, 500.0))]
     assert profile.busy(pieces) == 2.0 and profile.milliseconds(pieces) == {"matrix products": 2.5}
@@ -259,7 +259,7 @@ def test_kernels_side_by_side_count_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"), [((), "DATA-BIN"), (("--quick", "--cpu", "--dtype", "fp16"), "needs a CUDA GPU")]
 )
-def test_what_cannot_be_measured_is_refused(
+def test_invalid_measurements_are_refused(
     run: Callable[..., None], tmp_path: Path, flags: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(SystemExit, match=words):
@@ -271,13 +271,13 @@ def test_a_table_that_is_missing_is_one_line(run: Callable[..., None], tmp_path:
         run("plot", tmp_path / "nothere.csv", "-o", tmp_path / "x.png")
 
 
-def test_what_is_committed_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
+def test_the_committed_tables_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
     run("plot", "-o", tmp_path / "all.svg")
     assert (tmp_path / "all.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
 @pytest.mark.parametrize("name", ["timed_training", "timed_generation"])
-def test_inner_scripts_say_what_they_are(
+def test_help_of_inner_scripts_names_the_script(
     run: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run(name, "--help")

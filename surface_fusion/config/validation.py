@@ -65,7 +65,7 @@ def check_best_metric(sections: Mapping[str, Mapping[str, Any]]) -> None:
     Tasks that log metrics of their own, and criteria other than :data:`CRITERIONS`, are not checked.
 
     Raises:
-        SurfaceFusionError: the metric is not logged.
+        SurfaceFusionError: the metric is not logged, or the worst value would be the best.
     """
     task, criterion = sections.get("task", {}), sections.get("criterion", {})
     reduce = getattr(TASK_REGISTRY.get(task.get("_name", "")), "reduce_metrics", None)
@@ -80,7 +80,13 @@ def check_best_metric(sections: Mapping[str, Mapping[str, Any]]) -> None:
         logged += ["normalized_nll_loss", "normalized_ppl"]
     if task.get("eval_bleu"):
         logged.append("bleu")
-    metric = sections["checkpoint"].get("best_checkpoint_metric")
+    settings = sections["checkpoint"]
+    metric = settings.get("best_checkpoint_metric")
     if metric not in logged:
         advice = "add --eval-bleu" if metric == "bleu" else f"choose one of {', '.join(logged)}"
         raise SurfaceFusionError(f"--best-checkpoint-metric {metric} is not logged by validation; {advice}")
+    if metric in ("bleu", "accuracy") and not settings.get("maximize_best_checkpoint_metric"):
+        raise SurfaceFusionError(
+            f"--best-checkpoint-metric {metric} would keep the checkpoint with the lowest {metric}; add "
+            "--maximize-best-checkpoint-metric"
+        )

@@ -67,6 +67,14 @@ def test_a_metric_that_is_not_logged_is_refused(refused, data, tmp_path, metric,
     assert said == f"--best-checkpoint-metric {metric} is not logged by validation; {advice}"
 
 
+def test_a_metric_of_which_more_is_better_must_be_maximised(refused, data, tmp_path):
+    flags = ("--eval-bleu", "--best-checkpoint-metric", "bleu")
+    said = refused("train", data, *TRAIN, "--save-dir", tmp_path, *flags)
+    assert said.startswith(
+        "--best-checkpoint-metric bleu would keep the checkpoint with the lowest bleu; add "
+    )
+
+
 def test_a_metric_that_another_criterion_does_not_log_is_refused(refused, data, tmp_path):
     criterion = ("--criterion", "label_smoothed_cross_entropy_with_alignment", "--max-update", 1)
     said = refused(

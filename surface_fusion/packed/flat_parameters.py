@@ -6,7 +6,7 @@ instead of one per parameter.
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
 from typing import Any, Optional
 
@@ -98,7 +98,7 @@ class FlatParameters:
             KeyError: no parameter carries this group.
         """
         start, shape = self._groups[group]
-        part = slice(start, start + torch.Size(shape).numel())
+        part = slice(start, start + shape.numel())
         return self.data[part].view(shape), self.grad[part].view(shape)
 
     def attach_grads(self) -> None:
@@ -114,12 +114,19 @@ class FlatParameters:
 
     @torch.no_grad()
     def _attach(self) -> None:
-        for param, grad in self._detached():
-            if param.grad is None:
-                grad.zero_()
-            else:
-                grad.copy_(param.grad)
-            param.grad = grad
+        for param, (grad, address) in self._views.items():
+            if param.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} ({param.dtype}, {param.device}) is no view "
+                    f"of the flat parameters ({self.data.dtype}, {self.data.device}) any more; move or "
+                    "convert the model (.to, .half) before its optimizer is built"
+                )
+            if param.grad is not grad:
+                if param.grad is None:
+                    grad.zero_()
+                else:
+                    grad.copy_(param.grad)
+                param.grad = grad
 
     @property
     def _gradient_is_flat_only(self) -> bool:
@@ -184,26 +191,12 @@ class FlatParameters:
             self.launch_average(group)
         self.needs_average = False
 
-    def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for param, (grad, address) in self._views.items():
-            if param.data_ptr() != address:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} ({param.dtype}, {param.device}) is no view "
-                    f"of the flat parameters ({self.data.dtype}, {self.data.device}) any more; move or "
-                    "convert the model (.to, .half) before its optimizer is built"
-                )
-            if param.grad is not grad:
-                yield param, grad
-
 
 class _WeakReference:
     """A weak reference from a parameter to its flat parameters. A pickled parameter keeps an empty one."""
 
     def __init__(self, flat: Optional[FlatParameters] = None) -> None:
-        self._reference = None if flat is None else weakref.ref(flat)
-
-    def get(self) -> Optional[FlatParameters]:
-        return None if self._reference is None else self._reference()
+        self.get: Callable[[], Optional[FlatParameters]] = weakref.ref(flat) if flat else lambda: None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _WeakReference, ()
@@ -231,10 +224,9 @@ def _common_dtype_and_device(params: list[nn.Parameter]) -> tuple[torch.dtype, t
     return next(iter(kinds))
 
 
-Layout = tuple[dict[nn.Parameter, int], dict[Hashable, tuple[int, tuple[int, ...]]], int]
-
-
-def _layout(params: list[nn.Parameter], alignment: int) -> Layout:
+def _layout(
+    params: list[nn.Parameter], alignment: int
+) -> tuple[dict[nn.Parameter, int], dict[Hashable, tuple[int, torch.Size]], int]:
     """The offset of each parameter, the offset and stacked shape of each group, and the end, in elements."""
     blocks: dict[tuple[bool, Hashable], list[nn.Parameter]] = {}
     for param in params:
@@ -242,12 +234,12 @@ def _layout(params: list[nn.Parameter], alignment: int) -> Layout:
         key = (False, id(param)) if group is None else (True, group[0])
         blocks.setdefault(key, []).append(param)
     offsets = dict.fromkeys(params, 0)  # in the given order
-    groups: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
+    groups: dict[Hashable, tuple[int, torch.Size]] = {}
     end = 0
     for (grouped, group), block in blocks.items():
         end = start = _round_up(end, alignment)
         if grouped:
-            block.sort(key=_rank)
+            block.sort(key=attrgetter("flat_group"))  # by rank
             groups[group] = start, _stacked_shape(group, block)
         for param in block:
             offsets[param] = end
@@ -259,12 +251,8 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _rank(param: nn.Parameter) -> Any:
-    return param.flat_group[1]  # type: ignore[attr-defined, no-any-return]
-
-
-def _stacked_shape(group: Hashable, members: list[nn.Parameter]) -> tuple[int, ...]:
+def _stacked_shape(group: Hashable, members: list[nn.Parameter]) -> torch.Size:
     shapes = [tuple(param.shape) for param in members]
     if len({shape[1:] for shape in shapes}) != 1 or not shapes[0]:
         raise SurfaceFusionError(f"group {group!r} of flat parameters cannot be stacked: shapes {shapes}")
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class FlatParameters:
         self.needs_average = False
         self._averaged = False
         self._grads_in_place = False  # known for the next zero_grad
-        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and the event after its copy
+        self._norm: tuple[Tensor, Any] | None = None  # on the host, and the event after its copy
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -82,7 +82,7 @@ class FlatParameters:
         """A number that changes with each in-place change of a parameter, except through ``.data``."""
         return self.data._version + sum(map(attrgetter("_version"), self.offsets))
 
-    def view(self, param: nn.Parameter, flat: Optional[Tensor] = None) -> Tensor:
+    def view(self, param: nn.Parameter, flat: Tensor | None = None) -> Tensor:
         """The part of *flat* that belongs to *param*, in its shape.
 
         Args:
@@ -176,13 +176,13 @@ class FlatParameters:
         copied.synchronize()
         return norm
 
-    def launch_average(self, group: Optional[dist.ProcessGroup]) -> None:
+    def launch_average(self, group: dist.ProcessGroup | None) -> None:
         """Launch the average of :meth:`average_grads` before the optimizer needs it."""
         self._attach()
         average_over_processes(self.grad, group)
         self._averaged, self._norm = True, None
 
-    def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
+    def average_grads(self, group: dist.ProcessGroup | None) -> None:
         """Average the gradient over the processes of *group*, unless :meth:`launch_average` did.
 
         ``needs_average`` must be equal in all processes.
@@ -195,21 +195,21 @@ class FlatParameters:
 class _WeakReference:
     """A weak reference from a parameter to its flat parameters. A pickled parameter keeps an empty one."""
 
-    def __init__(self, flat: Optional[FlatParameters] = None) -> None:
-        self.get: Callable[[], Optional[FlatParameters]] = weakref.ref(flat) if flat else lambda: None
+    def __init__(self, flat: FlatParameters | None = None) -> None:
+        self.get: Callable[[], FlatParameters | None] = weakref.ref(flat) if flat else lambda: None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _WeakReference, ()
 
 
-def flat_of(model: nn.Module) -> Optional[FlatParameters]:
+def flat_of(model: nn.Module) -> FlatParameters | None:
     """Return the FlatParameters of which all trainable parameters of *model* are views, or None."""
     return _flat_with([param for param in model.parameters() if param.requires_grad])
 
 
-def _flat_with(params: list[nn.Parameter]) -> Optional[FlatParameters]:
+def _flat_with(params: list[nn.Parameter]) -> FlatParameters | None:
     """Return the FlatParameters of which all *params* are views, or None."""
-    reference: Optional[_WeakReference] = getattr(params[0], "flat_reference", None) if params else None
+    reference: _WeakReference | None = getattr(params[0], "flat_reference", None) if params else None
     flat = None if reference is None else reference.get()
     return flat if flat is not None and flat.contains(params) else None
 

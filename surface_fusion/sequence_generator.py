@@ -1,9 +1,7 @@
 """fairseq's sequence generators, with beam search on the model's device for models of this package.
 
-fairseq's search loop takes more time on the host than a fast decoding step takes on the GPU (numbers:
-``decoding/beam_search.py``). Plain beam search with a single model runs in that module instead and returns
-the same hypotheses. Whatever else is requested (sampling, constraints, prefixes, ensembles, ...) runs in
-fairseq's loop.
+Plain beam search with a single model runs in ``decoding/beam_search.py`` and returns the same hypotheses.
+Whatever else is requested (sampling, constraints, prefixes, ensembles, ...) runs in fairseq's loop.
 
 :mod:`surface_fusion.hooks` lets ``FairseqTask.build_generator`` choose these classes. Tasks that override it
 without calling ``super()``, such as ``translation_from_pretrained_bart``, and callers that construct
@@ -104,24 +102,17 @@ class FastSequenceGenerator(SequenceGenerator):
         attentions = [x[:n].t() for x, n in zip(hypotheses.attention, lengths, strict=True)]
         if hypotheses.attention.shape[2] == 0:
             attentions = [torch.empty(0) for _ in lengths]
-        columns = (
-            hypotheses.tokens[mask].split(lengths),
-            scores.unbind(),
-            positional_scores[mask].split(lengths),
-            attentions,
-        )
+        columns = {
+            "tokens": hypotheses.tokens[mask].split(lengths),
+            "score": scores.unbind(),
+            "attention": attentions,
+            "alignment": [torch.empty(0) for _ in lengths],
+            "positional_scores": positional_scores[mask].split(lengths),
+        }
         results: list[list[tuple[float, dict[str, Tensor]]]] = [[] for _ in range(sentences)]
-        for sentence, value, tokens, score, positional, attention in zip(
-            hypotheses.sentence.tolist(), scores.tolist(), *columns, strict=True
-        ):
-            hypothesis = {
-                "tokens": tokens,
-                "score": score,
-                "attention": attention,
-                "alignment": torch.empty(0),
-                "positional_scores": positional,
-            }
-            results[sentence].append((value, hypothesis))
+        values = zip(*columns.values(), strict=True)
+        for sentence, score, row in zip(hypotheses.sentence.tolist(), scores.tolist(), values, strict=True):
+            results[sentence].append((score, dict(zip(columns, row, strict=True))))
         if [] in results:
             raise SurfaceFusionError(
                 f"sentence {results.index([])} of the batch has no translation: no hypothesis ends with a "

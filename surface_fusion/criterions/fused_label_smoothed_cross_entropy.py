@@ -42,16 +42,8 @@ from surface_fusion.packed.transformer import PackedTransformer
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, eq=False)
-class LossPath:
-    """How the loss is computed; :attr:`step` is the packed training step of the first path."""
-
-    step: PackedStep | None = None
-
-
-FUSED, PLAIN = LossPath(), LossPath()
-"""The second and the third path; compare by identity."""
+FUSED, PLAIN = "fused", "plain"
+"""The second and the third path; the first is a :class:`PackedStep`."""
 
 
 @dataclass
@@ -76,7 +68,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     ) -> None:
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.sf_plain = sf_plain
-        self._paths: WeakKeyDictionary[Any, LossPath] = WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[Any, PackedStep | str] = WeakKeyDictionary()
         self.statistics = OverlappedStatistics()
 
     def forward(
@@ -87,16 +79,17 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         On the fast paths ``--report-accuracy`` needs an additional forward.
         """
         path = self._path_of(model) if reduce else PLAIN
+        step = path if isinstance(path, PackedStep) else None
         heartbeat = getattr(model, "_heartbeat", None)
         if heartbeat is not None:
             # Set by DistributedTimeoutWrapper.forward, which the packed step bypasses.
             heartbeat.set()
-        net_output = model(**sample["net_input"]) if path is PLAIN else None
-        if path.step is not None:
-            losses = (
-                path.step.evaluate(sample) if not model.training else self._train(path.step, model, sample)
-            )
-        elif path is FUSED:
+        net_output = model(**sample["net_input"]) if path == PLAIN else None
+        if step is not None and model.training:
+            losses = step.train(sample, not more_batches_follow(model), self.statistics.start)
+        elif step is not None:
+            losses = step.evaluate(sample)
+        elif path == FUSED:
             losses = self._fused(model, sample)
         else:
             losses = self._plain(model, net_output, sample, reduce)
@@ -105,44 +98,40 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
         logged = {"loss": losses.loss.detach(), "nll_loss": losses.nll.detach()}
         if reduce and unnormalised(model):
             logged["normalized_nll_loss"] = losses.normalized_nll
-        if path.step is not None and model.training:
+        if step is not None and model.training:
             logged = self._on_host(logged)
-        logging_output = {
-            **logged,
-            "ntokens": sample["ntokens"],
-            "nsentences": sentences,
-            "sample_size": sample_size,
-        }
+        counts = {"ntokens": sample["ntokens"], "nsentences": sentences, "sample_size": sample_size}
+        logging_output = {**logged, **counts}
         if self.report_accuracy:
             with torch.no_grad():
                 net_output = net_output or model(**sample["net_input"])
                 correct, total = self.compute_accuracy(model, net_output, sample)
             logging_output["n_correct"] = utils.item(correct)
             logging_output["total"] = utils.item(total)
-        if path.step is not None and model.training:
+        if step is not None and model.training:
             self.statistics.add(logging_output)
         return losses.loss, sample_size, logging_output
 
-    def _path_of(self, model: Any) -> LossPath:
+    def _path_of(self, model: Any) -> PackedStep | str:
         """Return the path of *model*, selected once, and again if a parameter of a packed step is frozen.
 
         All processes of a training must select the same path. While the model has a hook, as within
         fairseq's ``NanDetector``, its modules run instead of the packed step.
         """
         path = self._paths.get(model)
-        if path is None or (path.step is not None and not path.step.packed.flat.requires_grad):
+        if path is None or (isinstance(path, PackedStep) and not path.packed.flat.requires_grad):
             path, description = self._select_path(model)
             self._paths[model] = path
             level = logging.INFO if model.training else logging.DEBUG  # DEBUG for validation alone
             logger.log(level, f"fused_label_smoothed_cross_entropy: {description}")
-        return FUSED if path.step is not None and unwrapped(model)._forward_hooks else path
+        return FUSED if isinstance(path, PackedStep) and unwrapped(model)._forward_hooks else path
 
     def packed_step(self, model: Any) -> PackedStep | None:
         """Return the packed training step of *model*; None if another path or none is selected."""
         path = self._paths.get(model)
-        return None if path is None else path.step
+        return path if isinstance(path, PackedStep) else None
 
-    def _select_path(self, model: Any) -> tuple[LossPath, str]:
+    def _select_path(self, model: Any) -> tuple[PackedStep | str, str]:
         """Select the path of *model*, and describe it for the log."""
         reason = "--sf-plain" if self.sf_plain else why_not_fused(model)
         if reason is not None:
@@ -157,22 +146,12 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             return FUSED, f"output layer and loss fused; layers with padding, because of {reason}"
         packed = PackedTransformer(unwrapped(model), flat)
         step = PackedStep(packed, self.eps, self.ignore_prefix_size)
-        device = (
-            "in CUDA graphs; the first updates on a machine compile GPU kernels"
-            if flat.data.is_cuda
-            else "on the CPU"
-        )
-        return LossPath(step), f"batches without padding, {device}"
-
-    def _train(self, step: PackedStep, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
-        return step.train(
-            sample, last_of_update=not more_batches_follow(model), before_last_backward=self.statistics.start
-        )
+        on_gpu = "in CUDA graphs; the first updates on a machine compile GPU kernels"
+        return step, f"batches without padding, {on_gpu if flat.data.is_cuda else 'on the CPU'}"
 
     def _fused(self, model: Any, sample: dict[str, Any]) -> LinearCrossEntropy:
         features = model(**sample["net_input"], features_only=True)[0]
-        prefix = self.ignore_prefix_size
-        decoder = unwrapped(model).decoder
+        decoder, prefix = unwrapped(model).decoder, self.ignore_prefix_size
         return fused_losses(decoder, features, sample, smoothing=self.eps, ignore_prefix_size=prefix)
 
     def _plain(self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool) -> LinearCrossEntropy:

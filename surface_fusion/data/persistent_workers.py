@@ -14,13 +14,9 @@ def keep_data_workers(previous: Any, iterator: Any, cfg: Any) -> None:
         previous, iterator: ``EpochBatchIterator`` of a dataset whose items do not depend on the epoch.
         cfg: fairseq's complete configuration.
     """
-    if (
-        getattr(previous, "dataloader", None) is None
-        or previous is iterator
-        or previous.dataset is not iterator.dataset
-        or not iterator.reuse_dataloader
-        or iterator.dataloader is not None
-    ):
+    if getattr(previous, "dataloader", None) is None or previous.dataset is not iterator.dataset:
+        return
+    if previous is iterator or not iterator.reuse_dataloader or iterator.dataloader is not None:
         return
     iterator.dataloader = previous.dataloader
     sampler = iterator.epoch_batch_sampler = previous.epoch_batch_sampler

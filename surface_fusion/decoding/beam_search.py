@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surface_fusion.decoding.cache import DecodeCache, FusedWeights
+from surface_fusion.decoding.cache import DecodeCache, FusedWeights, copy_selected
 from surface_fusion.decoding.hypotheses import History, Hypotheses, trace_back
 from surface_fusion.decoding.incremental import DecodeState, FastDecoding
 from surface_fusion.decoding.step import decode_step
+from surface_fusion.ops.precision import accumulation_dtype
 
 MAX_LOGITS = 2**27
 """Most logits computed at a time: half a GiB in float32; their log-probabilities take twice as much."""
@@ -52,12 +53,11 @@ class BeamState:
     @torch.inference_mode(False)
     def __init__(self, cache: DecodeCache, decoder: Any) -> None:
         shape, vocab = (cache.sentences, cache.beam), decoder.output_projection.out_features
-        dtype = torch.float32  # of fairseq's log-probabilities, whatever the model's type
-        if decoder.cfg.surfacefusion is not None:
-            dtype = torch.promote_types(cache.self_kv.dtype, dtype)
+        # As fairseq's log-probabilities: without a surface float32, whatever the model's type.
+        dtype = cache.self_kv.dtype if decoder.cfg.surfacefusion is not None else torch.float32
         integers = cache.rows.new_zeros
         self.cache, self.beam = cache, cache.beam
-        self.scores = torch.zeros(shape, dtype=dtype, device=cache.rows.device)
+        self.scores = torch.zeros(shape, dtype=accumulation_dtype(dtype), device=cache.rows.device)
         self.ignored = self.scores > 0
         """Beams that hold no hypothesis any more (fairseq's ``cands_to_ignore``)."""
         self.num_finished = integers(cache.sentences)
@@ -105,14 +105,11 @@ class BeamState:
     def copy_from(self, options: SearchOptions, other: "BeamState", sentences: Tensor) -> None:
         """Continue the *sentences* (int64) of *other*, after the same copy of its cache."""
         self._set_options(options)
-        count = len(sentences)
-        for target, source in (
-            (self.scores, other.scores),
-            (self.ignored, other.ignored),
-            (self.cache.tokens.view(-1, self.beam), other.cache.tokens.view(-1, self.beam)),
-        ):
-            target[:count].copy_(source.index_select(0, sentences))
-        self.num_finished.fill_(self.beam)[:count].copy_(other.num_finished.index_select(0, sentences))
+        tokens, other_tokens = (state.cache.tokens.view(-1, self.beam) for state in (self, other))
+        copy_selected(self.scores, other.scores, sentences)
+        copy_selected(self.ignored, other.ignored, sentences)
+        copy_selected(tokens, other_tokens, sentences)
+        copy_selected(self.num_finished.fill_(self.beam), other.num_finished, sentences)
 
     def step(
         self,
@@ -126,9 +123,7 @@ class BeamState:
         """Decode one token and select continuations, as one iteration of ``SequenceGenerator._generate``.
 
         Args:
-            model: the model.
-            weights: its joined projections.
-            options: the options of the search.
+            weights: the joined projections of *model*.
             shape: length and source, as in :func:`surface_fusion.decoding.step.decode_step`.
             first: all beams of a sentence are equal, so only the first one is continued.
             static: the shapes of all operations must not depend on values, as in a captured graph.
@@ -272,7 +267,6 @@ class Search:
         return trace_back(self._joined_history(), self.options.eos)
 
     def _beam_state(self) -> BeamState:
-        """The beam state of the current cache."""
         slot = self.state.slot
         if slot.beams is None:
             slot.beams = BeamState(slot.cache, self.model.decoder)

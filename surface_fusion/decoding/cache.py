@@ -41,16 +41,12 @@ class FusedWeights:
 
     def refresh(self) -> None:
         """Copy the current parameters."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            self_attn, encoder_attn = layer.self_attn, layer.encoder_attn
-            for j, proj in enumerate((self_attn.q_proj, self_attn.k_proj, self_attn.v_proj)):
-                targets += (self.qkv_weight[i, j], self.qkv_bias[i, j])
-                sources += (proj.weight, proj.bias)
-            for j, proj in enumerate((encoder_attn.k_proj, encoder_attn.v_proj)):
-                targets += (self.source_weight[i, j], self.source_bias[i, j])
-                sources += (proj.weight, proj.bias)
+        attentions = [(layer.self_attn, layer.encoder_attn) for layer in self.layers]
+        qkv = [proj for attn, _ in attentions for proj in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        source_kv = [proj for _, attn in attentions for proj in (attn.k_proj, attn.v_proj)]
+        joined = self.qkv_weight, self.qkv_bias, self.source_weight, self.source_bias
+        targets = [part for x in joined for part in x.flatten(0, 1)]
+        sources = [getattr(proj, kind) for x in (qkv, source_kv) for kind in ("weight", "bias") for proj in x]
         torch._foreach_copy_(targets, sources)
 
     def source_keys_values(self, memory: Tensor, layer_wise: bool) -> Tensor:
@@ -78,10 +74,8 @@ class DecodeCache:
 
     Args:
         decoder: a :class:`surface_fusion.models.decoder.SurfaceFusionDecoder`.
-        sentences: S.
-        beam: B.
-        length: capacity in target positions.
-        source: capacity in source positions.
+        sentences, beam: S, B.
+        length, source: capacity in target and source positions.
     """
 
     @torch.inference_mode(False)
@@ -102,11 +96,10 @@ class DecodeCache:
             self.surface = weight.new_empty(sentences, 1, decoder.output_embed_dim)
         self.source_bias = weight.new_zeros(sentences, 1, 1, source)
         """0 at source tokens, -inf at padding."""
-        rows = sentences * beam
         self.beams = torch.arange(beam, device=weight.device)
-        self.rows = torch.arange(rows, device=weight.device)
+        self.rows = torch.arange(sentences * beam, device=weight.device)
         self.beam_of_row = self.beams.repeat(sentences)[:, None]
-        self.prefix_beams = self.rows.new_full((rows, length), -1)
+        self.prefix_beams = self.rows.new_full((len(self.rows), length), -1)
         """The beam that computed each position of the row's prefix; -1 at positions not decoded yet."""
         self.order = self.rows.clone()
         """The row whose hypothesis each row continues; a step resets it to the identity."""
@@ -154,25 +147,14 @@ class DecodeCache:
 
     def copy_from(self, other: "DecodeCache", sentences: Tensor) -> None:
         """Copy the *sentences* (int64, S' <= S) of *other* to the first S' sentences of this cache."""
-        count, source = len(sentences), min(self.source, other.source)
-        length = min(self.length, other.length)
-        self.self_kv[:, :, :count, :, :length].copy_(
-            other.self_kv.index_select(2, sentences)[..., :length, :, :]
-        )
-        self.cross_kv[:, :, :count, :, :source].copy_(
-            other.cross_kv.index_select(2, sentences)[..., :source, :]
-        )
-        bias = other.source_bias.index_select(0, sentences)
-        self.source_bias[:count].fill_(-math.inf)
-        self.source_bias[:count, ..., :source].copy_(bias[..., :source])
+        copy_selected(self.self_kv, other.self_kv, sentences, axis=2)
+        copy_selected(self.cross_kv, other.cross_kv, sentences, axis=2)
+        self.source_bias[: len(sentences)].fill_(-math.inf)
+        copy_selected(self.source_bias, other.source_bias, sentences)
         if self.surface is not None and other.surface is not None:
-            if self.surface.dim() == 5:
-                surface = other.surface.index_select(1, sentences)
-                self.surface[:, :count, :, :source].copy_(surface[..., :source, :])
-            else:
-                self.surface[:count].copy_(other.surface.index_select(0, sentences))
+            copy_selected(self.surface, other.surface, sentences, axis=1 if self.surface.dim() == 5 else 0)
         rows = (sentences[:, None] * self.beam + self.beams).flatten()
-        self.prefix_beams[: len(rows), :length].copy_(other.prefix_beams.index_select(0, rows)[:, :length])
+        copy_selected(self.prefix_beams, other.prefix_beams, rows)
         parents = other.order.index_select(0, rows) % self.beam
         self.order[: len(rows)].copy_(self.rows[: len(rows)] - self.beam_of_row[: len(rows), 0] + parents)
         self.position.copy_(other.position)
@@ -191,3 +173,10 @@ class DecodeCache:
         in_prefix = prefix_beams[:, :length, None] == self.beams
         bias = torch.where(in_prefix, self.zero, self.minus_inf)
         return bias.view(self.sentences, 1, self.beam, length * self.beam)
+
+
+def copy_selected(target: Tensor, source: Tensor, indices: Tensor, axis: int = 0) -> None:
+    """Copy *indices* of *axis* of *source* to the start of *target*, cut to the size that both have."""
+    selected = source.index_select(axis, indices)
+    both = tuple(slice(min(sizes)) for sizes in zip(target.shape, selected.shape, strict=True))
+    target[both].copy_(selected[both])

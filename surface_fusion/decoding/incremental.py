@@ -1,10 +1,8 @@
 """Caches, captured graphs and joined weights of a decoder (:class:`FastDecoding`).
 
 ``SurfaceFusionDecoder.forward`` uses them when fairseq's generator decodes token by token, and
-``beam_search.py`` for its own search. ``step.py`` implements the step. On CUDA, shapes are rounded up
-so that few occur; the first step of a shape is a warm-up, the second is captured in a CUDA graph, and later
-ones replay it. On the CPU shapes are exact. With fairseq's search the output layer runs outside of the graph,
-so that only active rows are projected.
+``beam_search.py`` for its own search. ``docs/fast_path.md`` describes the graphs; on the CPU, shapes are not
+rounded. With fairseq's search the output layer runs outside of the graph, to project active rows only.
 
 fairseq's search reorders hypotheses within their sentence and drops finished sentences. This is assumed if
 the encoder's output was repeated as fairseq does it; other callers may reorder rows freely, which copies the
@@ -107,7 +105,7 @@ class FastDecoding:
     def release(self) -> None:
         """Free all memory."""
         self._slots: list[CacheSlot] = []
-        self._weights: FusedWeights | None = None
+        self._weights: Any = None  # FusedWeights, once a batch has started
         self._signature: tuple[int, ...] = ()
         self._stream: torch.cuda.Stream | None = None
 
@@ -162,20 +160,18 @@ class FastDecoding:
             Features R x 1 x C (or R x 1 x 2 x C) and, with the last layer's ``need_attn``, its attention to
             the source, R x 1 x S; copies of the graph's outputs.
         """
-        if tokens.shape != (len(state.rows), state.decoded + 1):
+        expected = len(state.rows), state.decoded + 1
+        if tokens.shape != expected:
             raise SurfaceFusionError(
-                f"incremental decoding got tokens of shape {tuple(tokens.shape)} where "
-                f"{(len(state.rows), state.decoded + 1)} was next; decode one token a call, or set sf_plain"
+                f"incremental decoding got tokens of shape {tuple(tokens.shape)} where {expected} was next; "
+                "decode one token a call, or set sf_plain"
             )
         if self.needs_other_cache(state, len(state.rows) // state.beam):
             self.change_cache(decoder, state, state.sentences())
         cache = state.slot.cache
         cache.tokens.index_copy_(0, state.rows, tokens[:, -1])
-        weights = self._weights
-        assert weights is not None
-        key = (*self._next_shape(state), bool(weights.layers[-1].need_attn))
-        out = self._run(decoder, state.slot, key, lambda: decode_step(decoder, weights, cache, *key))
-        assert out is not None
+        key = (*self._next_shape(state), bool(self._weights.layers[-1].need_attn))
+        out = self._run(decoder, state.slot, key, lambda: decode_step(decoder, self._weights, cache, *key))
         features = out.features.index_select(0, state.rows)
         if out.attention is None:
             return features, None
@@ -183,12 +179,10 @@ class FastDecoding:
 
     def search_step(self, state: DecodeState, beams: Any, model: Any, options: Any) -> None:
         """Run :meth:`surface_fusion.decoding.beam_search.BeamState.step` on the state's cache."""
-        weights = self._weights
-        assert weights is not None
         args = self._next_shape(state), state.decoded == 1, self._is_static(state.rows)
         # A graph reads the other options from the device.
         key = (*args, options.eos, options.temperature, options.with_attention)
-        self._run(model.decoder, state.slot, key, lambda: beams.step(model, weights, options, *args))
+        self._run(model.decoder, state.slot, key, lambda: beams.step(model, self._weights, options, *args))
 
     def _next_shape(self, state: DecodeState) -> tuple[int, int]:
         """Count one more token; return the number of target and source positions that its step attends to."""
@@ -236,14 +230,12 @@ class FastDecoding:
 
     def _acquire_slot(self, decoder: Any, state: DecodeState, sentences: int, length: int) -> CacheSlot:
         """Reset an unused cache, or create one, for *sentences* and *length* target positions."""
-        source = state.source
-        static = self._is_static(state.rows)
-        length = max(MIN_LENGTH, round_up(length))
+        source, length = state.source, max(MIN_LENGTH, round_up(length))
         if decoder.embed_positions is not None:
             missing = decoder.padding_idx + 1 + length > len(position_table(decoder))
             if missing and isinstance(decoder.embed_positions, SinusoidalPositionalEmbedding):
                 decoder.embed_positions(state.rows.new_zeros(1, length))  # extends its table
-        if not static:
+        if not self._is_static(state.rows):
             return CacheSlot(DecodeCache(decoder, sentences, state.beam, length, source), state)
         sentences, source = round_up(sentences), max(MIN_LENGTH, round_up(source))
         slot = None
@@ -270,14 +262,11 @@ class FastDecoding:
         """Copy *sentences* (int64) to another cache, which has room for the next token."""
         old = state.slot
         state.slot = self._acquire_slot(decoder, state, len(sentences), state.decoded + 1)
-        cache = state.slot.cache
-        cache.copy_from(old.cache, sentences)
-        state.rows = cache.rows[: len(sentences) * state.beam]
+        state.slot.cache.copy_from(old.cache, sentences)
+        state.rows = state.slot.cache.rows[: len(sentences) * state.beam]
         old.owner = lambda: None
 
-    def _run(
-        self, decoder: Any, slot: CacheSlot, key: tuple[Any, ...], work: Callable[[], StepOut | None]
-    ) -> StepOut | None:
+    def _run(self, decoder: Any, slot: CacheSlot, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """Run *work*: directly the first time for *key* (warm-up), later by replaying its captured graph."""
         if not (self.graphs and slot.cache.tokens.is_cuda):
             return work()
@@ -295,7 +284,7 @@ class FastDecoding:
         captured.graph.replay()
         return captured.out
 
-    def _capture(self, decoder: Any, slot: CacheSlot, work: Callable[[], StepOut | None]) -> StepGraph:
+    def _capture(self, decoder: Any, slot: CacheSlot, work: Callable[[], Any]) -> StepGraph:
         """Capture *work* in a graph without running it."""
         stream = self._stream = self._stream or torch.cuda.Stream(slot.cache.tokens.device)
         slot.pool = slot.pool or torch.cuda.graph_pool_handle()

@@ -137,10 +137,8 @@ def _project_out(decoder: Any, x: Tensor) -> Tensor:
 
 def position_table(decoder: Any) -> Tensor:
     """The position embeddings, one row per position; positions start at ``padding_idx + 1``."""
-    positions = decoder.embed_positions
-    table: Tensor = (
-        positions.weights if isinstance(positions, SinusoidalPositionalEmbedding) else positions.weight
-    )
+    sinusoidal = isinstance(decoder.embed_positions, SinusoidalPositionalEmbedding)
+    table: Tensor = getattr(decoder.embed_positions, "weights" if sinusoidal else "weight")
     return table
 
 

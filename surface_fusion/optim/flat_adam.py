@@ -1,15 +1,14 @@
 """``--optimizer flat_adam``: fairseq's ``adam``, computed for all parameters at once.
 
-It computes the formula of ``fairseq/optim/adam.py`` (Adam with decoupled weight decay, whose epsilon is not
-bias-corrected) in a few kernels, without a loop over parameters. For fp16 and bf16 models it keeps an fp32
-master copy of the weights, so fairseq's memory-efficient wrappers do not lose precision.
+It computes the formula of ``ops/adam.py`` in a few kernels, without a loop over parameters. For fp16 and bf16
+models it keeps an fp32 master copy of the weights, so fairseq's memory-efficient wrappers keep precision.
 """
 
 import ast
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,13 +74,11 @@ class FlatAdam(FairseqOptimizer):
         else:
             super().all_reduce_grads(module)
 
-    def multiply_grads(self, c: Union[float, Tensor]) -> None:
+    def multiply_grads(self, c: float | Tensor) -> None:
         """Scale the gradient by *c*, a number or a scalar tensor, at the next step."""
         self.optimizer.grad_factor = self.optimizer.grad_factor * c
 
-    def clip_grad_norm(
-        self, max_norm: float, aggregate_norm_fn: Optional[Callable[[Tensor], Tensor]] = None
-    ) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Compute the gradient norm and, if *max_norm* is above 0, clip the gradient at the next step.
 
         Returns:
@@ -89,20 +86,15 @@ class FlatAdam(FairseqOptimizer):
             Infinite or NaN if a gradient is.
         """
         self.flat.attach_grads()
-        norm = self.flat.norm_on_host()  # the only synchronisation of an update with one process
-        norm = (norm * self.optimizer.grad_factor).cpu()
+        # The only synchronisation of an update with one process.
+        norm = (self.flat.norm_on_host() * self.optimizer.grad_factor).cpu()
         if aggregate_norm_fn is not None:
             norm = aggregate_norm_fn(norm)
         if max_norm > 0:
             self.multiply_grads(float((max_norm / (norm + 1e-6)).clamp(max=1)))
         return norm.float()
 
-    def step(
-        self,
-        closure: Optional[Callable[[], Any]] = None,
-        scale: Union[float, Tensor] = 1.0,
-        groups: Any = None,
-    ) -> None:
+    def step(self, closure: Any = None, scale: float | Tensor = 1.0, groups: Any = None) -> None:
         """Update the parameters with the gradient divided by *scale*."""
         self.optimizer.step(closure, scale=scale)
 
@@ -137,13 +129,14 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         unique = list(dict.fromkeys(params))
         super().__init__(unique, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.flat = FlatParameters.of(unique)
-        self.grad_factor: Union[float, Tensor] = 1.0
+        self.grad_factor: float | Tensor = 1.0
         self._plain = plain
         self._dtype = accumulation_dtype(self.flat.data.dtype)
+        self._half = self.flat.data.dtype != self._dtype
         self._steps = 0
-        self._moments: Optional[tuple[Tensor, Tensor]] = None
-        self._master: Optional[Tensor] = None
-        self._scaled_grad: Optional[Tensor] = None
+        self._moments: tuple[Tensor, Tensor] | None = None
+        self._master: Tensor | None = None
+        self._scaled_grad: Tensor | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Call torch's method without the wrapper that imports torch.compile, which takes 4 s."""
@@ -159,19 +152,13 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         """
         return self._half
 
-    @property
-    def _half(self) -> bool:
-        return self.flat.data.dtype != self._dtype
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradient and forget its factor; ``.grad`` is never None."""
         self.flat.zero_grad()
         self.grad_factor = 1.0
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Optional[Callable[[], Any]] = None, scale: Union[float, Tensor] = 1.0
-    ) -> Any:
+    def step(self, closure: Any = None, scale: float | Tensor = 1.0) -> Any:  # type: ignore[override]
         """Update with the gradient times ``grad_factor`` / *scale*, without a synchronisation."""
         loss = None
         if closure is not None:
@@ -183,7 +170,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         self.grad_factor = 1.0
         return loss
 
-    def _update(self, factor: Union[float, Tensor]) -> None:
+    def _update(self, factor: float | Tensor) -> None:
         """Apply Adam with the gradient times *factor*."""
         data = self.flat.data
         if self._half and self._master is None:  # created here, since a checkpoint may be loaded before
@@ -193,9 +180,8 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         weights = data if self._master is None else self._master
         grad = self.flat.grad if self._scaled_grad is None else self._scaled_grad
         # A vector: fp16 times a scalar would be rounded to fp16.
-        torch.mul(
-            self.flat.grad, torch.empty(1, dtype=self._dtype, device=data.device).fill_(factor), out=grad
-        )
+        vector = torch.empty(1, dtype=self._dtype, device=data.device).fill_(factor)
+        torch.mul(self.flat.grad, vector, out=grad)
         group = self.param_groups[0]
         options = AdamOptions(*(group[name] for name in AdamOptions._fields))
         adam = plain_adam if self._plain else fused_adam
@@ -269,8 +255,7 @@ class FlatAdamUpdate(torch.optim.Optimizer):
         return self._moments
 
     def _named_state(self) -> dict[str, Tensor]:
-        exp_avg, exp_avg_sq = self._allocated_moments()
-        named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        named = dict(zip(("exp_avg", "exp_avg_sq"), self._allocated_moments(), strict=True))
         return named if self._master is None else {**named, "master": self._master}
 
 

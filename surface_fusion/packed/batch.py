@@ -6,11 +6,8 @@ fairseq pads a batch of B sentences to B x T. Here each side has N rows, and row
 For CUDA graphs that number is rounded up to a *capacity*, and the number of sentences to *slots*. The
 remaining rows form sentences of padding tokens, which attend only to themselves and have weight zero in the
 loss. So every row belongs to a sentence and is written.
-
-:class:`ForwardResult` is what a forward on a packed batch returns.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,19 +60,13 @@ def pack(src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, padding
         src_tokens: B x S, padded on either side.
         prev_output_tokens, target: B x T, padded on the same side.
     """
-    keep = target.ne(padding_idx)
-    src_keep = src_tokens.ne(padding_idx)
-    return PackedBatch(
-        _rows(src_tokens[src_keep], src_keep.sum(dim=1)),
-        _rows(prev_output_tokens[keep], keep.sum(dim=1)),
-        target[keep],
-    )
+    src_keep, keep = src_tokens.ne(padding_idx), target.ne(padding_idx)
+    return PackedBatch(_rows(src_tokens, src_keep), _rows(prev_output_tokens, keep), target[keep])
 
 
-def _rows(tokens: Tensor, lengths: Tensor) -> PackedRows:
-    sentence = torch.arange(len(lengths), device=tokens.device).repeat_interleave(
-        lengths, output_size=len(tokens)
-    )
+def _rows(matrix: Tensor, keep: Tensor) -> PackedRows:
+    tokens, lengths, numbers = matrix[keep], keep.sum(dim=1), torch.arange(len(keep), device=keep.device)
+    sentence = numbers.repeat_interleave(lengths, output_size=len(tokens))
     starts = F.pad(lengths.cumsum(0), (1, 0))
     positions = torch.arange(len(tokens), device=tokens.device) - starts[sentence]
     return PackedRows(tokens, sentence, positions, starts)
@@ -105,7 +96,7 @@ class Capacity:
 
 
 PAD_SENTENCES = 32
-"""Number of padding sentences that share the remaining rows; each is short and has at least one row."""
+"""Number of padding sentences that share the remaining rows; each has at least one."""
 
 
 def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) -> Capacity:
@@ -116,17 +107,13 @@ def capacity_for(sentences: int, src_width: int, tgt_width: int, tgt_rows: int) 
         tgt_rows: target tokens without padding. For the source, whose number of tokens only the GPU knows,
             B S is a good estimate, because fairseq sorts by source length.
     """
-    padded = sentences * max(src_width, tgt_width)
-    step = _up(padded / 16, 64)
-    return Capacity(
-        src=_up(sentences * src_width + PAD_SENTENCES, step),
-        tgt=_up(tgt_rows + PAD_SENTENCES, step),
-        padded=_up(padded, 16 * 64),
-    )
+    padded = _up(sentences * max(src_width, tgt_width), 16 * 64)
+    src, tgt = (_up(rows + PAD_SENTENCES, padded // 16) for rows in (sentences * src_width, tgt_rows))
+    return Capacity(src, tgt, padded)
 
 
-def _up(x: float, step: int) -> int:
-    return math.ceil(x / step) * step
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def pack_static(
@@ -155,15 +142,12 @@ def pack_static(
         lengths = torch.zeros(slots + 1, dtype=torch.int64, device=keep.device)
         lengths.scatter_add_(0, (numbers // width).clamp(max=slots), keep.long())
         # Divide the remaining rows, at least PAD_SENTENCES, evenly into PAD_SENTENCES padding sentences.
-        padding_sentences = (torch.arange(1, slots + 1, device=keep.device) - sentences).clamp(
-            0, PAD_SENTENCES
-        )
-        remaining = padding_sentences * (rows - keep.sum()) // PAD_SENTENCES
+        padding_sentences = torch.arange(1, slots + 1, device=keep.device) - sentences
+        remaining = padding_sentences.clamp(0, PAD_SENTENCES) * (rows - keep.sum()) // PAD_SENTENCES
         starts = F.pad(lengths[:-1].cumsum(0) + remaining, (1, 0))
         numbers = torch.arange(rows, device=keep.device)
         sentence = torch.searchsorted(starts, numbers, right=True) - 1
-        positions = numbers - starts[sentence]
-        return PackedRows(packed[0], sentence, positions, starts), packed[-1]
+        return PackedRows(packed[0], sentence, numbers - starts[sentence], starts), packed[-1]
 
     src, _ = pack_side([src_tokens], src_width, capacity.src)
     tgt, packed_target = pack_side([prev_output_tokens, target], tgt_width, capacity.tgt)

@@ -38,8 +38,7 @@ CAPTURE_INTERVAL = 16
 
 def _capacity_of(sample: dict[str, Any]) -> Capacity:
     src_tokens, _, target = tokens_of(sample)
-    sentences, src_width = src_tokens.shape
-    return capacity_for(sentences, src_width, target.shape[1], int(sample["ntokens"]))
+    return capacity_for(len(target), src_tokens.shape[1], target.shape[1], int(sample["ntokens"]))
 
 
 class CapturedStep:
@@ -77,8 +76,8 @@ class CapturedStep:
         for static, matrix in zip(self._tokens, tokens, strict=True):
             static[matrix.numel() :].fill_(self._padding_idx)
             static[: matrix.numel()].copy_(matrix.flatten())
-        (sentences, src_width), tgt_width = tokens[0].shape, tokens[1].shape[1]
-        self._shape.copy_(torch.tensor([sentences, src_width, tgt_width]), non_blocking=True)
+        shape = torch.tensor([*tokens[0].shape, tokens[1].shape[1]])
+        self._shape.copy_(shape, non_blocking=True)
 
     def warm_up(self) -> None:
         """Run once without capture, to compile kernels and load libraries; adds zero to the gradients."""
@@ -116,11 +115,7 @@ class GraphCache:
     """The captured graphs of a training. They share their memory, so one runs at a time.
 
     A graph is captured if none covers a batch, or if the accumulated cost of batches that were smaller than
-    their graph exceeds the cost of a capture. The latter happens in :meth:`capture_pending`, while the GPU
-    computes a forward.
-
-    Args:
-        forward, flat, padding_idx: see :class:`CapturedStep`.
+    their graph exceeds the cost of a capture. The arguments are those of :class:`CapturedStep`.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ instead of one per parameter.
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class FlatParameters:
         self.needs_average = False
         self._averaged = False
         self._grads_in_place = False  # known for the next zero_grad
-        self._norm: Optional[tuple[Tensor, Any]] = None  # on the host, and the event after its copy
+        self._norm: tuple[Tensor, Any] | None = None  # on the host, and the event after its copy
 
         self._views: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient, the data's address
         for param in unique:
@@ -82,7 +82,7 @@ class FlatParameters:
         """A number that changes with each in-place change of a parameter, except through ``.data``."""
         return self.data._version + sum(map(attrgetter("_version"), self.offsets))
 
-    def view(self, param: nn.Parameter, flat: Optional[Tensor] = None) -> Tensor:
+    def view(self, param: nn.Parameter, flat: Tensor | None = None) -> Tensor:
         """The part of *flat* that belongs to *param*, in its shape.
 
         Args:
@@ -98,7 +98,7 @@ class FlatParameters:
             KeyError: no parameter carries this group.
         """
         start, shape = self._groups[group]
-        part = slice(start, start + torch.Size(shape).numel())
+        part = slice(start, start + shape.numel())
         return self.data[part].view(shape), self.grad[part].view(shape)
 
     def attach_grads(self) -> None:
@@ -114,12 +114,19 @@ class FlatParameters:
 
     @torch.no_grad()
     def _attach(self) -> None:
-        for param, grad in self._detached():
-            if param.grad is None:
-                grad.zero_()
-            else:
-                grad.copy_(param.grad)
-            param.grad = grad
+        for param, (grad, address) in self._views.items():
+            if param.data_ptr() != address:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} ({param.dtype}, {param.device}) is no view "
+                    f"of the flat parameters ({self.data.dtype}, {self.data.device}) any more; move or "
+                    "convert the model (.to, .half) before its optimizer is built"
+                )
+            if param.grad is not grad:
+                if param.grad is None:
+                    grad.zero_()
+                else:
+                    grad.copy_(param.grad)
+                param.grad = grad
 
     @property
     def _gradient_is_flat_only(self) -> bool:
@@ -169,13 +176,13 @@ class FlatParameters:
         copied.synchronize()
         return norm
 
-    def launch_average(self, group: Optional[dist.ProcessGroup]) -> None:
+    def launch_average(self, group: dist.ProcessGroup | None) -> None:
         """Launch the average of :meth:`average_grads` before the optimizer needs it."""
         self._attach()
         average_over_processes(self.grad, group)
         self._averaged, self._norm = True, None
 
-    def average_grads(self, group: Optional[dist.ProcessGroup]) -> None:
+    def average_grads(self, group: dist.ProcessGroup | None) -> None:
         """Average the gradient over the processes of *group*, unless :meth:`launch_average` did.
 
         ``needs_average`` must be equal in all processes.
@@ -184,39 +191,25 @@ class FlatParameters:
             self.launch_average(group)
         self.needs_average = False
 
-    def _detached(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for param, (grad, address) in self._views.items():
-            if param.data_ptr() != address:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} ({param.dtype}, {param.device}) is no view "
-                    f"of the flat parameters ({self.data.dtype}, {self.data.device}) any more; move or "
-                    "convert the model (.to, .half) before its optimizer is built"
-                )
-            if param.grad is not grad:
-                yield param, grad
-
 
 class _WeakReference:
     """A weak reference from a parameter to its flat parameters. A pickled parameter keeps an empty one."""
 
-    def __init__(self, flat: Optional[FlatParameters] = None) -> None:
-        self._reference = None if flat is None else weakref.ref(flat)
-
-    def get(self) -> Optional[FlatParameters]:
-        return None if self._reference is None else self._reference()
+    def __init__(self, flat: FlatParameters | None = None) -> None:
+        self.get: Callable[[], FlatParameters | None] = weakref.ref(flat) if flat else lambda: None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _WeakReference, ()
 
 
-def flat_of(model: nn.Module) -> Optional[FlatParameters]:
+def flat_of(model: nn.Module) -> FlatParameters | None:
     """Return the FlatParameters of which all trainable parameters of *model* are views, or None."""
     return _flat_with([param for param in model.parameters() if param.requires_grad])
 
 
-def _flat_with(params: list[nn.Parameter]) -> Optional[FlatParameters]:
+def _flat_with(params: list[nn.Parameter]) -> FlatParameters | None:
     """Return the FlatParameters of which all *params* are views, or None."""
-    reference: Optional[_WeakReference] = getattr(params[0], "flat_reference", None) if params else None
+    reference: _WeakReference | None = getattr(params[0], "flat_reference", None) if params else None
     flat = None if reference is None else reference.get()
     return flat if flat is not None and flat.contains(params) else None
 
@@ -231,10 +224,9 @@ def _common_dtype_and_device(params: list[nn.Parameter]) -> tuple[torch.dtype, t
     return next(iter(kinds))
 
 
-Layout = tuple[dict[nn.Parameter, int], dict[Hashable, tuple[int, tuple[int, ...]]], int]
-
-
-def _layout(params: list[nn.Parameter], alignment: int) -> Layout:
+def _layout(
+    params: list[nn.Parameter], alignment: int
+) -> tuple[dict[nn.Parameter, int], dict[Hashable, tuple[int, torch.Size]], int]:
     """The offset of each parameter, the offset and stacked shape of each group, and the end, in elements."""
     blocks: dict[tuple[bool, Hashable], list[nn.Parameter]] = {}
     for param in params:
@@ -242,12 +234,12 @@ def _layout(params: list[nn.Parameter], alignment: int) -> Layout:
         key = (False, id(param)) if group is None else (True, group[0])
         blocks.setdefault(key, []).append(param)
     offsets = dict.fromkeys(params, 0)  # in the given order
-    groups: dict[Hashable, tuple[int, tuple[int, ...]]] = {}
+    groups: dict[Hashable, tuple[int, torch.Size]] = {}
     end = 0
     for (grouped, group), block in blocks.items():
         end = start = _round_up(end, alignment)
         if grouped:
-            block.sort(key=_rank)
+            block.sort(key=attrgetter("flat_group"))  # by rank
             groups[group] = start, _stacked_shape(group, block)
         for param in block:
             offsets[param] = end
@@ -259,12 +251,8 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _rank(param: nn.Parameter) -> Any:
-    return param.flat_group[1]  # type: ignore[attr-defined, no-any-return]
-
-
-def _stacked_shape(group: Hashable, members: list[nn.Parameter]) -> tuple[int, ...]:
+def _stacked_shape(group: Hashable, members: list[nn.Parameter]) -> torch.Size:
     shapes = [tuple(param.shape) for param in members]
     if len({shape[1:] for shape in shapes}) != 1 or not shapes[0]:
         raise SurfaceFusionError(f"group {group!r} of flat parameters cannot be stacked: shapes {shapes}")
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return torch.Size([sum(shape[0] for shape in shapes), *shapes[0][1:]])

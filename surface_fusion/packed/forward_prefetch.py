@@ -20,14 +20,12 @@ MISSES = 3
 
 @dataclass(frozen=True)
 class _Prefetched(Generic[Result]):
-    """The result of a forward, and the state that it depends on."""
+    """The result of a forward, and what it depends on: version counters and random generator states."""
 
     tokens: Sequence[Tensor]
     versions: list[int]
-    """Version counters of the parameters and of the tokens."""
     generator_before: Tensor
     generator_after: Tensor
-    """States of the random number generator before and after the forward."""
     result: Result
 
 

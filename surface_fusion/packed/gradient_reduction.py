@@ -1,7 +1,5 @@
 """Reduce a flat gradient: to its norm, and over processes to its average."""
 
-from typing import Optional
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +20,7 @@ def gradient_norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows)
 
 
-def average_over_processes(grad: Tensor, group: Optional[dist.ProcessGroup]) -> None:
+def average_over_processes(grad: Tensor, group: dist.ProcessGroup | None) -> None:
     """Replace *grad* by its average over the processes of *group*, in one collective operation."""
     if dist.get_backend(group) == "nccl":
         dist.all_reduce(grad, op=dist.ReduceOp.AVG, group=group)

@@ -37,10 +37,6 @@ class SublayerState(NamedTuple):
     states: list[Tensor]
     combined: list[Tensor]
 
-    def with_result(self, residual: Tensor, next_input: Tensor) -> "SublayerState":
-        """Return the state after a sublayer."""
-        return self._replace(residual=residual, input=next_input)
-
 
 def norm_before(stack: Any, i: int) -> Any:
     """Return the LayerNorm before layer *i*, or after the last one: None in a post-norm stack."""
@@ -90,10 +86,13 @@ class PackedLayers:
         result: Tensor = functional_call(module, parameters, args)
         return result
 
+    def _affine(self, module: Any) -> tuple[Tensor, Any]:
+        """Return weight and bias of *module*; the bias may be None."""
+        return self._param(module.weight), None if module.bias is None else self._param(module.bias)
+
     def _linear(self, x: Tensor, module: Any) -> Tensor:
-        return F.linear(
-            x, self._param(module.weight), None if module.bias is None else self._param(module.bias)
-        )
+        """Apply a linear map; None is the identity."""
+        return x if module is None else F.linear(x, *self._affine(module))
 
     def _linears(self, x: Tensor, modules: list[Any]) -> Tensor:
         """Apply all linear maps of a parameter group to the same rows and concatenate the results."""
@@ -105,9 +104,10 @@ class PackedLayers:
         return F.linear(x, group(modules[0].weight), group(modules[0].bias))
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return F.layer_norm(
-            x, module.normalized_shape, self._param(module.weight), self._param(module.bias), module.eps
-        )
+        """Apply a LayerNorm; None is the identity."""
+        if module is None:
+            return x
+        return F.layer_norm(x, module.normalized_shape, *self._affine(module), module.eps)
 
     # Sublayers
 
@@ -122,29 +122,25 @@ class PackedLayers:
         return module.p if self.training else 0.0
 
     def _end_sublayer(
-        self, x: Tensor, projection: Any, residual: Tensor, norm: Any, layer: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Apply *projection*, dropout, residual and LayerNorm; return residual stream and next input."""
+        self, x: Tensor, projection: Any, state: SublayerState, norm: Any, layer: Any
+    ) -> SublayerState:
+        """Apply *projection*, dropout, residual and LayerNorm."""
         rate = self._rate(layer.dropout_module)
         if norm is None:
-            residual = residual + dropout(self._linear(x, projection), rate)
-            return residual, residual
-        affine = self._param(norm.weight), self._param(norm.bias), norm.eps
-        weights = self._param(projection.weight), self._param(projection.bias)
-        residual, normed = project_add_norm(x, weights, residual, affine, rate, self._seed())
-        return (residual if layer.normalize_before else normed), normed
+            residual = state.residual + dropout(self._linear(x, projection), rate)
+            return state._replace(residual=residual, input=residual)
+        affine = (*self._affine(norm), norm.eps)
+        projected = self._affine(projection)
+        residual, normed = project_add_norm(x, projected, state.residual, affine, rate, self._seed())
+        return state._replace(residual=residual if layer.normalize_before else normed, input=normed)
 
     def _hidden(self, x: Tensor, layer: Any, dropout: Any) -> Tensor:
-        weights = self._param(layer.fc1.weight), self._param(layer.fc1.bias)
-        return project_activate(x, *weights, layer.activation_fn, self._rate(dropout))
+        return project_activate(x, *self._affine(layer.fc1), layer.activation_fn, self._rate(dropout))
 
     def _stack_input(self, x: Tensor, stack: Any) -> SublayerState:
-        """Return the state at the stack's input."""
-        state = SublayerState(x, x, [], [])
-        if stack.combination is None:
-            norm = norm_before(stack, 0)
-            return state._replace(input=x if norm is None else self._norm(x, norm), states=[x])
-        return self._combined(state, stack)
+        if stack.combination is not None:
+            return self._combined(SublayerState(x, x, [], []), stack)
+        return SublayerState(x, self._norm(x, norm_before(stack, 0)), [x], [])
 
     def _feed_forward(self, state: SublayerState, stack: Any, i: int) -> SublayerState:
         """Apply the last sublayer of layer *i*; the result's input is that of the next layer."""
@@ -153,20 +149,18 @@ class PackedLayers:
         if layer.normalize_before:
             norm = None if stack.combination is not None else norm_before(stack, i + 1)
         x = self._hidden(state.input, layer, layer.activation_dropout_module)
-        residual, next_input = self._end_sublayer(x, layer.fc2, state.residual, norm, layer)
-        state = state._replace(residual=residual, input=next_input)
+        state = self._end_sublayer(x, layer.fc2, state, norm, layer)
         if stack.combination is not None:
             return self._combined(state, stack)
-        return state._replace(states=[*state.states, residual])
+        return state._replace(states=[*state.states, state.residual])
 
     def _combined(self, state: SublayerState, stack: Any) -> SublayerState:
         """Combine all outputs so far into the input of a layer, as the modules do."""
         combined, depth = list(state.combined), len(state.combined)
         x = self._call(stack.combination, state.residual, combined)
-        norm = norm_before(stack, depth)
         last = depth == len(stack.layers)
         states = [*state.states, x if last else state.residual]
-        return SublayerState(x, x if norm is None else self._norm(x, norm), states, combined)
+        return SublayerState(x, self._norm(x, norm_before(stack, depth)), states, combined)
 
     def _self_attention(self, x: Tensor, layer: Any, rows: PackedRows, causal: bool) -> Tensor:
         attention = layer.self_attn

@@ -62,9 +62,7 @@ class PackedStep:
         with torch.no_grad():
             if in_target(sample, self.padding_idx):
                 return self._by_modules(sample)
-            batch = pack(*tokens_of(sample), self.padding_idx)
-            losses = self.losses(batch)
-        return losses
+            return self.losses(pack(*tokens_of(sample), self.padding_idx))
 
     def can_prefetch(self, sample: dict[str, Any]) -> bool:
         """Whether :meth:`prefetch` supports a batch, which may still be on the CPU.

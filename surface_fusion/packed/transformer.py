@@ -71,9 +71,7 @@ class PackedTransformer(PackedLayers):
         """Return the scaled embeddings, and the first layer's input before dropout: N x C each."""
         weight = self._param(stack.embed_tokens.weight)
         embed = stack.embed_scale * F.embedding(rows.tokens, weight, stack.padding_idx)
-        x = embed
-        if getattr(stack, "project_in_dim", None) is not None:
-            x = self._linear(x, stack.project_in_dim)
+        x = self._linear(embed, getattr(stack, "project_in_dim", None))
         if stack.embed_positions is not None:
             if hasattr(stack.embed_positions, "weights"):
                 # Keep a reference: the module may replace its table by a longer one while graphs read it.
@@ -83,9 +81,7 @@ class PackedTransformer(PackedLayers):
             # Only padding rows of a capacity can exceed the table.
             indices = (rows.positions + (stack.padding_idx + 1)).clamp(max=len(table) - 1)
             x = x + F.embedding(indices, table)
-        if stack.layernorm_embedding is not None:
-            x = self._norm(x, stack.layernorm_embedding)
-        return embed, x
+        return embed, self._norm(x, stack.layernorm_embedding)
 
     def encode(self, rows: PackedRows) -> Encoded:
         """Run the encoder on the source; also draws the dropout seeds of the following :meth:`decode`."""
@@ -105,20 +101,12 @@ class PackedTransformer(PackedLayers):
         for i, layer in enumerate(layers_of(stack)):
             x = self._self_attention(state.input, layer, rows, causal=False)
             norm = layer.final_layer_norm if layer.normalize_before else layer.self_attn_layer_norm
-            state = state.with_result(
-                *self._end_sublayer(x, layer.self_attn.out_proj, state.residual, norm, layer)
-            )
+            state = self._end_sublayer(x, layer.self_attn.out_proj, state, norm, layer)
             state = self._feed_forward(state, stack, i)
         return Encoded(self._memories(embed, state.states, state.input), surface)
 
     def _memories(self, embed: Tensor, states: list[Tensor], out: Tensor) -> dict[int, Tensor]:
-        """Return what the decoder's layers attend to, by encoder layer.
-
-        Args:
-            embed: the embeddings.
-            states: input and outputs of the encoder's layers.
-            out: the encoder's output.
-        """
+        """Return :attr:`Encoded.memories`, from the embeddings, the layers' *states* and the output."""
         fusion = getattr(self.encoder, "fusion", None)
         if fusion is None:
             return {**dict(enumerate(states[1:])), len(states) - 2: out, -1: out}
@@ -127,16 +115,13 @@ class PackedTransformer(PackedLayers):
         if isinstance(fusion, LayerAttention):
             mixed = fused.unflatten(-1, (-1, out.shape[-1])).unbind(-2)
             return {**dict(enumerate(mixed)), -1: out}
-        norm = self.encoder.layer_norm
-        return {-1: fused if norm is None else self._norm(fused, norm)}
+        return {-1: self._norm(fused, self.encoder.layer_norm)}
 
     def _pool(self, embed: Tensor, rows: PackedRows) -> Tensor:
         """Mean or maximum over each sentence, see ``modules/pooling.py``: slots x C."""
         published = self.cfg.sf_pool_published
-        keep = torch.ones_like(rows.tokens, dtype=torch.bool)
-        if published:
-            keep = rows.tokens.ge(PUBLISHED_FIRST_ID)
-        slots, keep = len(rows.starts) - 1, keep[:, None]
+        keep = rows.tokens.ge(PUBLISHED_FIRST_ID if published else 0)[:, None]
+        slots = len(rows.starts) - 1
         wide = at_least_float32(embed)
         if self.cfg.surfacefusion == "mean":
             total = wide.new_zeros(slots, embed.shape[1]).index_add(0, rows.sentence, wide * keep)
@@ -165,9 +150,7 @@ class PackedTransformer(PackedLayers):
             before = layer.normalize_before
             x = self._self_attention(state.input, layer, rows, causal=True)
             norm = layer.encoder_attn_layer_norm if before else layer.self_attn_layer_norm
-            state = state.with_result(
-                *self._end_sublayer(x, layer.self_attn.out_proj, state.residual, norm, layer)
-            )
+            state = self._end_sublayer(x, layer.self_attn.out_proj, state, norm, layer)
 
             attention = layer.encoder_attn
             q = self._linear(state.input, attention.q_proj).view(len(x), attention.num_heads, -1)
@@ -175,11 +158,9 @@ class PackedTransformer(PackedLayers):
             rate = self._rate(attention.dropout_module)
             x = attend(q, k, v, rows, batch.src, rate=rate, seed=self._seed()).flatten(1)
             norm = layer.final_layer_norm if before else layer.encoder_attn_layer_norm
-            state = state.with_result(*self._end_sublayer(x, attention.out_proj, state.residual, norm, layer))
+            state = self._end_sublayer(x, attention.out_proj, state, norm, layer)
             state = self._feed_forward(state, stack, i)
-        x = state.input
-        if stack.project_out_dim is not None:
-            x = self._linear(x, stack.project_out_dim)
+        x = self._linear(state.input, stack.project_out_dim)
         if self.cfg.surfacefusion is None:
             return Features(x, None)
         return self._fuse(x, self._read_surface(state.states, batch, encoded))
@@ -191,18 +172,12 @@ class PackedTransformer(PackedLayers):
         if not self.cfg.sf_no_detach:
             query, key = query.detach(), key.detach()
         attention = self.decoder.sf_attn
-        q, k, v = (
-            self._linear(x, module).view(len(x), attention.num_heads, -1)
-            for x, module in (
-                (query, attention.q_proj),
-                (key, attention.k_proj),
-                (encoded.surface, attention.v_proj),
-            )
-        )
+        inputs = (query, attention.q_proj), (key, attention.k_proj), (encoded.surface, attention.v_proj)
+        q, k, v = (self._linear(x, module).view(len(x), attention.num_heads, -1) for x, module in inputs)
         rate = self._rate(attention.dropout_module)
         attended = attend(q, k, v, batch.tgt, batch.src, rate=rate, seed=self._seed())
         r = self._linear(attended.flatten(1), attention.out_proj)
-        return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
+        return self._linear(r, self.decoder.project_out_dim)
 
     def _fuse(self, h: Tensor, r: Tensor) -> Features:
         """Compute ``head`` and ``fuse`` of ``SurfaceFusionDecoder`` on N x 2 x C."""

@@ -1,9 +1,8 @@
 """Run the longest batch before training starts, so that it does not run out of memory hours later.
 
-Reported as fairseq issue 2867.
-
 The batch with the most padded tokens goes forward and backward once, with Adam's state allocated. It does not
-affect the training: the gradient is zeroed, and fairseq sets the seed before each update.
+affect the training: the gradient is zeroed, and fairseq sets the seed before each update. Reported as fairseq
+issue 2867.
 """
 
 import logging

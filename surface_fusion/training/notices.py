@@ -46,17 +46,15 @@ def notices(model: Any, criterion: Any, optimizer: str | None) -> Iterator[tuple
             "published"
         )
         if isinstance(criterion, FusedLabelSmoothedCrossEntropyCriterion):
-            yield (
-                logging.INFO,
-                f"{text}; compare normalized_nll_loss (bits per token) and normalized_ppl with other models'",
-            )
+            text += "; compare normalized_nll_loss (bits per token) and normalized_ppl with other models'"
+            yield logging.INFO, text
         else:
-            yield (
-                logging.WARNING,
-                f"{text}: do not compare them with another model's; --criterion "
-                "fused_label_smoothed_cross_entropy, the same loss, also logs normalized_nll_loss, "
-                "--sf-renormalize makes the model's probabilities sum to 1",
+            text += (
+                ": do not compare them with another model's; --criterion fused_label_smoothed_cross_entropy, "
+                "the same loss, also logs normalized_nll_loss, --sf-renormalize makes the model's "
+                "probabilities sum to 1"
             )
+            yield logging.WARNING, text
     cfg = getattr(getattr(unwrapped(model), "decoder", None), "cfg", None)
     rates = [getattr(getattr(cfg, stack, None), "layerdrop", 0) for stack in ("encoder", "decoder")]
     if optimizer == "flat_adam" and any(rates):

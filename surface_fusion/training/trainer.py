@@ -3,18 +3,13 @@
 Each override calls ``super()``. :mod:`surface_fusion.hooks` selects this class; with ``--sf-plain``,
 and for other models, fairseq's own trainer is used. ``docs/fast_path.md`` shows one update as a timeline.
 
-Numbers are of the base model on an H200; ``docs/speed.md`` has the times of an update:
+The modules imported here describe their parts. This one adds (numbers are of the base model on an H200):
 
 * Forward prefetch: the forward of the next batch is launched right after the optimizer step. The GPU was idle
   for 1.3 ms while the host logged, checked whether to validate or save, and fetched the batch.
-* Overlapped statistics: logging outputs are summed over processes while the backward runs (0.4 ms).
-* Gradient norms of the processes are compared one update later, in that sum; fairseq's check costs another
-  operation and three synchronisations. The error is raised before the weights change a second time.
-* Settings are cached (1.6 ms), torch's generators are seeded directly (0.9 ms: torch.compile's wrapper).
-* With ``--grouped-shuffling``, batches of one update cost about the same, and data workers are kept from
-  epoch to epoch (0.7 s per epoch with eight workers).
-* On a GPU the longest batch runs before the first epoch, so that a training does not run out of memory
-  hours later.
+* Gradient norms of the processes are compared one update later, in the overlapped sum; fairseq's check costs
+  another operation and three synchronisations. The error is raised before the weights change a second time.
+* torch's generators are seeded directly (0.9 ms: torch.compile's wrapper).
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,9 +48,7 @@ class PrefetchedBatch(NamedTuple):
 class SurfaceFusionTrainer(Trainer):
     """Trainer of SurfaceFusion models without ``--sf-plain``, see the module's docstring."""
 
-    def __init__(
-        self, cfg: Any, task: FairseqTask, model: Any, criterion: Any, quantizer: Any = None
-    ) -> None:
+    def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any, quantizer: Any = None) -> None:
         self._train_iterator: Any = None
         self._buffer: BufferedIterator | None = None
         """The data buffer of the current epoch; it also holds the batches that follow."""
@@ -113,10 +106,8 @@ class SurfaceFusionTrainer(Trainer):
         real = [sample for sample in samples if sample is not None and len(sample) > 0]
         samples = self._with_prefetched(samples if self.is_fsdp or not real else real)
         if self._statistics is not None and self._sync_stats():
-            self._statistics.expect(
-                [self._local_cumulative_training_time(), *self._norm_slots()],
-                self.data_parallel_process_group,
-            )
+            extra = [self._local_cumulative_training_time(), *self._norm_slots()]
+            self._statistics.expect(extra, self.data_parallel_process_group)
         self._in_update = True
         model = self.get_model()
         try:
@@ -174,26 +165,19 @@ class SurfaceFusionTrainer(Trainer):
 
     def _runs_fairseqs_steps(self) -> bool:
         """Whether the task trains by fairseq's own steps; others may change weights unnoticed."""
-        steps = (getattr(self.task, name) for name in ("train_step", "optimizer_step"))
-        return [getattr(step, "__func__", None) for step in steps] == [
-            FairseqTask.train_step,
-            FairseqTask.optimizer_step,
-        ]
+        steps = self.task.train_step, self.task.optimizer_step
+        fairseqs = FairseqTask.train_step, FairseqTask.optimizer_step
+        return tuple(getattr(step, "__func__", None) for step in steps) == fairseqs
 
     # -- statistics and gradient norms over processes -------------------------------------------------
 
-    def _fast_stat_sync_sum(
-        self, logging_outputs: list[dict[str, Any]], *extra: Any, ignore: bool = False
-    ) -> tuple[Any, list[Any]]:
+    def _fast_stat_sync_sum(self, logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:
         """Return the sums that the criterion started before the backward, if these are they."""
         sums = None
         if self._statistics is not None and self.model.training:
             sums = self._statistics.take(logging_outputs)
         if sums is None:
-            result: tuple[Any, list[Any]] = super()._fast_stat_sync_sum(
-                logging_outputs, *extra, ignore=ignore
-            )
-            return result
+            return super()._fast_stat_sync_sum(logging_outputs, *extra, ignore=ignore)
         output, (train_time, *norms) = sums
         self._gathered_norms = norms or None
         _, ooms, _ = extra

@@ -10,6 +10,7 @@ import torch.multiprocessing
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli import fairseq_verbs
 from surface_fusion.cli.user_errors import user_line
+from tests.helpers import warm_processes
 from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 
 
@@ -257,6 +258,7 @@ def raise_inside(kind):
 def spawning(train, monkeypatch):
     """Two processes, spawned by fairseq as on a machine of two GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", warm_processes.spawn)
     gloo = ("--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
     return partial(train, *gloo)
 

@@ -3,8 +3,6 @@
 Tests ``modules/torchscript.py``.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 
 from surface_fusion import SurfaceFusionError
-from tests.helpers.paths import HELPERS
+from tests.helpers import warm_processes
 from tests.helpers.scripted_fairseq import Logits
 from tests.helpers.tiny import SHARED, batch, build, shaken
 
@@ -32,10 +30,7 @@ MODELS = {
 
 
 def scripted(how: str) -> str:
-    script = HELPERS / "scripted_fairseq.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, how], capture_output=True, text=True, cwd=script.parents[1]
-    )
+    done = warm_processes.run("tests.helpers.scripted_fairseq:main", how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()[-1]
 

@@ -11,6 +11,7 @@ import io
 import logging
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import traceback
@@ -123,6 +124,18 @@ spawn = functools.partial(torch.multiprocessing.start_processes, start_method="f
 def in_two(function: Callable[..., Any], *args: Any) -> None:
     """Call ``function(rank, *args)`` in two processes."""
     spawn(function, args, nprocs=2)
+
+
+def run_python() -> None:
+    """Entry point for ``python -m MODULE ARGUMENT...`` and ``python FILE ARGUMENT...``."""
+    flag, *argv = sys.argv[1:]
+    if flag == "-m":
+        sys.argv[:] = argv
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = [flag, *argv]
+        sys.path.insert(0, os.path.dirname(flag))
+        runpy.run_path(flag, run_name="__main__")
 
 
 def _call(

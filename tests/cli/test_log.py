@@ -49,6 +49,7 @@ def test_spawned_processes_log_as_one(data, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_translations_are_kept_apart_from_the_log(data, checkpoint):
     done = process("generate", data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     lines = done.stdout.splitlines()
@@ -59,6 +60,7 @@ def test_translations_are_kept_apart_from_the_log(data, checkpoint):
 
 
 @pytest.mark.parametrize("verb", ["preprocess", "train", "generate", "interactive", "validate"])
+@pytest.mark.slow
 def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     argv = {
         "preprocess": (*PREPROCESS, "--destdir", tmp_path / "bin", "--dict-only"),
@@ -90,6 +92,7 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     assert SHORT in log and longest_line(log) < 1000
 
 
+@pytest.mark.slow
 def test_interactive_does_not_log_every_sentence(command, data, checkpoint):
     result = command(
         "interactive",
@@ -115,6 +118,7 @@ def test_importing_the_package_leaves_the_root_logger_alone():
 
 
 @pytest.mark.parametrize("verb", ["info", "generate"])
+@pytest.mark.slow
 def test_a_full_disk_under_the_output(data, checkpoint, verb):
     flags = ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     argv = (checkpoint,) if verb == "info" else (data, *flags)

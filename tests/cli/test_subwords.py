@@ -47,6 +47,7 @@ def test_hint(kind: str, argv: tuple[str, ...], line: str | None) -> None:
     assert said is None if line is None else line in said
 
 
+@pytest.mark.slow
 def test_interactive_and_generate_say_it_once(
     command, checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

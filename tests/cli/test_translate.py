@@ -87,6 +87,7 @@ def test_from_another_folder(folder: Path, monkeypatch: Any, capsys: Any) -> Non
     )
 
 
+@pytest.mark.slow
 def test_the_same_alone_and_among_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_lines_are_translated_when_their_input_pauses(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--explain",)])
+@pytest.mark.slow
 def test_the_batches_of_the_training_are_no_limit(
     folder: Path, monkeypatch: Any, capsys: Any, flags: tuple[str, ...]
 ) -> None:
@@ -156,6 +158,7 @@ def test_the_batches_of_the_training_are_no_limit(
     assert found == whole and err == "" and len(found) >= 3 and found[1]
 
 
+@pytest.mark.slow
 def test_explained(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Each translation as without, and below it a table; files where they were asked for."""
     text = "Good morning.\n\nTom is here."

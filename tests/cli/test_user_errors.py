@@ -158,6 +158,7 @@ def test_bad_checkpoint(refused, train, data, checkpoint, tmp_path, verb, kind):
 
 
 @pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate"])
+@pytest.mark.slow
 def test_dictionary_of_another_size(refused, other_data, data, checkpoint, tmp_path, verb):
     sizes = [
         len((folder / "dict.en.txt").read_text("utf-8").splitlines()) + 4 for folder in (other_data, data)
@@ -187,10 +188,12 @@ def test_checkpoint_of_another_size(train, checkpoint):
     assert "decoder.layers.1." in said and said.endswith("was the checkpoint trained with other flags?")
 
 
+@pytest.mark.slow
 def test_other_optimizer_on_resume(train, checkpoint):
     assert "--reset-optimizer" in train("--restore-file", checkpoint, "--optimizer", "sgd")
 
 
+@pytest.mark.slow
 def test_empty_training_file(command, refused, data, tmp_path):
     for language in ("en", "ro"):
         (tmp_path / f"empty.{language}").touch()
@@ -226,6 +229,7 @@ def test_overrides_are_checked(refused, data, checkpoint):
     assert said.startswith("--sf-gate 2 is outside [0, 1]")
 
 
+@pytest.mark.slow
 def test_a_trusted_checkpoint_may_hold_any_object(command, checkpoint, data, tmp_path, refused):
     state = torch.load(checkpoint, weights_only=True)
     state["extra_state"]["note"] = torch.nn.Linear(2, 2)

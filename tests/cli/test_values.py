@@ -83,6 +83,7 @@ def test_a_metric_that_another_criterion_does_not_log(refused, data, tmp_path):
         ("subword-nmt", "interactive", ("--bpe", "subword_nmt", "--bpe-codes", "dict.en.txt")),
     ],
 )
+@pytest.mark.slow
 def test_a_missing_package(refused, data, checkpoint, tmp_path, monkeypatch, package, verb, flags):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     monkeypatch.chdir(data)
@@ -153,6 +154,7 @@ def test_generation(refused, data, checkpoint, verb, flags, line):
         ("qq", "remove it"),
     ],
 )
+@pytest.mark.slow
 def test_a_misspelt_override(refused, data, checkpoint, verb, key, advice):
     flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
     said = refused(verb, data, *flags)
@@ -165,6 +167,7 @@ def test_an_override_of_another_type(refused, data, checkpoint):
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])
+@pytest.mark.slow
 def test_overrides_that_are_settings(command, data, checkpoint, overrides):
     flags = ("--path", checkpoint, "--cpu", "--max-len-b", 5, "--beam", 1, "--model-overrides", overrides)
     assert command("generate", data, "--gen-subset", "valid", "--num-workers", 0, *flags).status == 0
@@ -200,6 +203,7 @@ def test_the_same_numbers_in_a_yaml_training(data):
         Trainer(cfg, task, model, criterion)
 
 
+@pytest.mark.slow
 def test_an_unusual_but_sound_training_goes_on(data, tmp_path):
     flags = ("--label-smoothing", 0, "--clip-norm", 0, "--lr", 0, "--dropout", 0, "--update-freq", 2)
     assert (

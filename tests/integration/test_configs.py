@@ -139,6 +139,7 @@ def test_same_losses_and_parameters(trainings: tuple[Training, Training]) -> Non
         assert ours["optimizer_history"][-1][key] == theirs["optimizer_history"][-1][key]
 
 
+@pytest.mark.slow
 def test_same_configuration(trainings: tuple[Training, Training]) -> None:
     from_yaml, from_flags = (run.state["cfg"] for run in trainings)
     model = SurfaceFusionConfig.from_namespace(OmegaConf.create(from_yaml.pop("model")))

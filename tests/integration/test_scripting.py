@@ -49,6 +49,7 @@ def inputs(seed: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
     model = shaken(SHARED, *flags)
     model(*inputs(0))  # the decoder keeps its causal mask: a second trace would differ from the first
@@ -57,6 +58,7 @@ def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flags", [MODELS["no fusion"], MODELS["hard"], MODELS["transparent"]])
+@pytest.mark.slow
 def test_unsupported_scripting_is_refused_in_one_line(flags: tuple[str, ...]) -> None:
     model, task = build(SHARED, *flags)
     expected = r"^torch\.jit\.script cannot compile SurfaceFusionEncoder, .*; use torch\.jit\.trace, or .*$"

@@ -246,6 +246,7 @@ def test_distributed_data_parallel_with_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=" ".join)
 @pytest.mark.parametrize("fusion", FUSIONS[:-1], ids=" ".join)
+@pytest.mark.slow
 def test_sixty_updates_reduce_the_loss(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
     model, _ = build(*source, *fusion, SHARED)
     sample = batch()

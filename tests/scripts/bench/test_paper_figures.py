@@ -35,6 +35,7 @@ def test_it_does_not_hold_of_others(weights: list[list[float]], said: str) -> No
     assert said in found and found.endswith("does not hold here")
 
 
+@pytest.mark.slow
 def test_what_is_committed_can_be_drawn_again(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

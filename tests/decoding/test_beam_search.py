@@ -52,10 +52,10 @@ def test_translations_equal_those_of_fairseqs_loop(
     model = model_that_ends(*flags)
     model.decoder.fast_decoding.static = static
     generator = generator_of(model, **options)
-    for seed in range(3):
+    for seed in range(2):  # the second search finds the state of the first
         expected = fairseq_translations(generator, seed)
         assert_same_translations(translations(generator, seed), expected)
-    assert len(searches) == 3
+    assert len(searches) == 2
 
 
 @STATIC

@@ -226,7 +226,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 COMMON = (
     *("--cpu", "--max-update", "2", "--batch-size", "8", "--required-batch-size-multiple", "1"),
     *("--optimizer", "adam", "--lr", "0.003", "--num-workers", "0", "--log-format", "none", "--seed", "3"),
-    *("--no-save", "--disable-validation", "--clip-norm", "1.0"),
+    *("--no-save", "--disable-validation", "--clip-norm", "1.0", "--distributed-world-size", "1"),
 )
 
 TIMES = ("wps", "ups", "train_wall", "wall", "gb_free")

@@ -244,8 +244,12 @@ def test_distributed_data_parallel_with_two_processes(tmp_path: Path) -> None:
 # Training
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=" ".join)
-@pytest.mark.parametrize("fusion", FUSIONS[:-1], ids=" ".join)
+# Each mode with one source: gradients of all pairs are compared in test_decoder.py.
+@pytest.mark.parametrize(
+    ("fusion", "source"),
+    [(fusion, SOURCES[i % len(SOURCES)]) for i, fusion in enumerate(FUSIONS[:-1])],
+    ids=" ".join,
+)
 @pytest.mark.slow
 def test_sixty_updates_reduce_the_loss(fusion: tuple[str, ...], source: tuple[str, ...]) -> None:
     model, _ = build(*source, *fusion, SHARED)

@@ -21,7 +21,7 @@ USER_DIR = Path(surface_fusion.__file__).parent
 RunFairseq = Callable[..., warm_processes.Ended]
 
 
-QUICK_CASES = 3
+QUICK_CASES = 4
 """Cases of a parametrised test that run with ``-m "not slow"``."""
 
 

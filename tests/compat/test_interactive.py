@@ -33,7 +33,6 @@ def test_each_line_gets_a_hypothesis(user_dir: Path) -> None:
     assert "line 5 has 701 subwords, --max-tokens allows 600; its translation is left empty" in said
 
 
-@pytest.mark.slow
 def test_a_closed_input_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     flags = ("--path", REFERENCE / "checkpoint_best.pt", "--cpu", "--beam", "1")

@@ -1,9 +1,8 @@
 """Fixtures that several test files share, and the selection of ``-m "not slow"``."""
 
+import gc
 import logging
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,12 @@ import pytest
 
 import surface_fusion
 from surface_fusion.cli.main import main
+from tests.helpers import warm_processes
 from tests.helpers.small_training import PREPROCESS
 
 USER_DIR = Path(surface_fusion.__file__).parent
 
-RunFairseq = Callable[..., subprocess.CompletedProcess[str]]
+RunFairseq = Callable[..., warm_processes.Ended]
 
 
 QUICK_CASES = 4
@@ -36,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(several):
             if len(several) > QUICK_CASES and i not in quick:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what has been imported from garbage collection, a sixth of the time of loading a model."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -63,22 +69,16 @@ def run_fairseq() -> RunFairseq:
     """Function that runs a console command of fairseq in a new process and returns its output.
 
     ``run_fairseq("generate", DATA, "--beam", 4)`` runs ``fairseq-generate`` with ``--user-dir``. A
-    failure is an error, unless ``check=False``. Standard error is part of the standard output.
+    failure is an error, unless ``check=False``. *text* is its standard input. Standard error is part of the
+    standard output.
     """
 
-    def run(verb: str, *args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-        script = Path(sys.executable).with_name(f"fairseq-{verb}")
-        command = [str(script)] if script.exists() else [sys.executable, "-m", f"fairseq_cli.{verb}"]
+    def run(verb: str, *args: object, check: bool = True, text: str = "") -> warm_processes.Ended:
         if verb == "generate" and "--num-workers" not in args:
             # fairseq forks its data worker from a thread, which now and then hangs on a busy machine.
             args += ("--num-workers", 0)
-        done = subprocess.run(
-            [*command, *map(str, args), "--user-dir", str(USER_DIR)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
+        flags = (*args, "--user-dir", USER_DIR)
+        done = warm_processes.run(f"fairseq_cli.{verb}:cli_main", *flags, text=text, merge=True)
         assert not check or done.returncode == 0, done.stdout[-5000:]
         return done
 

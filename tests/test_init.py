@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from surface_fusion import SurfaceFusionModel
 from tests.helpers.paths import ROOT
 
 FORBID_FAIRSEQ = """
@@ -78,18 +79,11 @@ else:
     )
 
 
-def test_the_deprecated_path_of_the_model_warns() -> None:
-    run(
-        """
-import warnings
-from surface_fusion import SurfaceFusionModel
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    from surface_fusion.model import SurfaceFusionModel as from_old_path
-assert from_old_path is SurfaceFusionModel
-assert ["surface_fusion.model is deprecated" in str(w.message) for w in caught] == [True]
-"""
-    )
+def test_the_deprecated_path_of_the_model_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "surface_fusion.model", raising=False)
+    with pytest.warns(DeprecationWarning, match=r"surface_fusion\.model is deprecated"):
+        from surface_fusion.model import SurfaceFusionModel as from_old_path
+    assert from_old_path is SurfaceFusionModel
 
 
 @pytest.mark.slow
@@ -111,11 +105,13 @@ def test_the_model_is_registered_in_any_order_of_imports(first: str) -> None:
     run(first + IS_REGISTERED)
 
 
+@pytest.mark.slow
 def test_a_second_registration_is_harmless() -> None:
     twice = "import logging, surface_fusion; surface_fusion.register(); surface_fusion.register()"
     run(f"{twice}\nassert not logging.getLogger().handlers{IS_REGISTERED}")
 
 
+@pytest.mark.slow
 def test_a_spawned_process_is_registered() -> None:
     """It imports the module of the function that it is to run, here one that imports fairseq itself."""
     code = """

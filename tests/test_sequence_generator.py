@@ -137,6 +137,7 @@ def test_generate_and_interactive(searches: list[Any], tmp_path: Path) -> None:
     assert len(searches) == 2
 
 
+@pytest.mark.slow
 def test_hub(searches: list[Any]) -> None:
     hub = SurfaceFusionModel.from_pretrained(
         str(REFERENCE), "checkpoint_best.pt", str(REFERENCE / "data-bin")

@@ -58,6 +58,7 @@ def test_marks_stand_apart_from_words_that_end_in_them(monkeypatch: pytest.Monke
     assert "token: 1 of 3; = its most probable token is in the source: 2" in note
 
 
+@pytest.mark.slow
 def test_writing_files_runs_the_model_no_further_time(tmp_path: Path) -> None:
     """One pass for the branches and one for the attentions, whether or not they are written down."""
     loaded = pair(*HARD)

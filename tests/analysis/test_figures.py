@@ -44,6 +44,7 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
         assert comments.count(text) == 2
 
 
+@pytest.mark.slow
 def test_the_size_of_a_figure_is_limited(tmp_path: Path) -> None:
     """1,000 of a side would be a picture of 4 GB; every third has a name."""
     figure = heat_map(

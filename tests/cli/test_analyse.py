@@ -32,6 +32,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_layers(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "folder"
     assert main(["analyse", "layers", *map(str, trained), "-o", str(out)]) == 0
@@ -56,6 +57,7 @@ def test_ablate(trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert (tmp_path / "ablation.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_embeddings(trained: tuple[Path, Path], tmp_path: Path) -> None:
     argv = ["analyse", "embeddings", *map(str, trained), "-o", str(tmp_path)]
     assert main([*argv, "--against", str(trained[0])]) == 0
@@ -86,6 +88,7 @@ def test_branches(trained: tuple[Path, Path], tmp_path: Path) -> None:
     assert means["surface_decides"] == pytest.approx(decides, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_align(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["analyse", "align", *map(str, trained), "-o", str(tmp_path)]
     assert main([*argv, "--sentence", "3"]) == 0
@@ -147,6 +150,7 @@ def test_mistakes_are_one_line(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_transformer_of_fairseq_is_analysed(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

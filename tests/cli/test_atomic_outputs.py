@@ -118,6 +118,7 @@ def test_preprocess_without_reading_anything_leaves_nothing(command, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_results_of_generate_are_whole_or_not_there(command, data, checkpoint, tmp_path):
     out = tmp_path / "results" / "generate-test.txt"
     argv = ("generate", data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-len-b", 10)

@@ -104,6 +104,7 @@ def test_plain_text_contains_the_same_facts(command, checkpoint):
     assert facts["published code"].strip() == "no" and facts["safe to load"].strip() == "yes"
 
 
+@pytest.mark.slow
 def test_a_plain_transformer(command, data, tmp_path):
     flags = [
         "--cpu",

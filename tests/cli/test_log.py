@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from surface_fusion.cli.main import main
+from tests.helpers import warm_processes
 from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 
 SHORT = "configuration not shown; add --show-config to see it"
 
 
-def process(*argv, stdout=subprocess.PIPE, status=0):
+def process(*argv, entry_point=warm_processes.SURFACE_FUSION, stdout=None, status=0):
     """A process of its own, where warnings show as a user would see them."""
-    command = [sys.executable, "-m", "surface_fusion", *map(str, argv)]
-    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = warm_processes.run(entry_point, *argv, stdout=stdout)
     assert done.returncode == status, done.stderr
     return done
 
@@ -33,18 +33,23 @@ def test_a_training_is_quiet_but_for_its_log(data, tmp_path):
     assert "| INFO | fairseq_cli.train | begin validation on" in done.stdout
 
 
-def test_spawned_processes_log_as_one(data, tmp_path, monkeypatch, capfd):
-    """fairseq spawns a process for each GPU; here it is told of two."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def main_with_two_gpus():
+    """What fairseq is told."""
+    torch.cuda.device_count = lambda: 2
+    return main()
+
+
+def test_spawned_processes_log_as_one(data, tmp_path):
+    """fairseq spawns a process for each GPU."""
     gloo = ("--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
     argv = ("train", data, *TRAIN, *gloo, "--save-dir", tmp_path, "--max-update", 2, "--no-save")
-    assert main([*map(str, argv)]) == 0
-    printed = capfd.readouterr()
-    assert printed.out.count(SHORT) == 1 and longest_line(printed.out) < 1000
-    assert printed.out.count("begin validation on") == 1
-    assert "Traceback" not in printed.err
+    done = process(*argv, entry_point="tests.cli.test_log:main_with_two_gpus")
+    assert done.stdout.count(SHORT) == 1 and longest_line(done.stdout) < 1000
+    assert done.stdout.count("begin validation on") == 1
+    assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_translations_are_kept_apart_from_the_log(data, checkpoint):
     done = process("generate", data, "--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     lines = done.stdout.splitlines()
@@ -55,6 +60,7 @@ def test_translations_are_kept_apart_from_the_log(data, checkpoint):
 
 
 @pytest.mark.parametrize("verb", ["preprocess", "train", "generate", "interactive", "validate"])
+@pytest.mark.slow
 def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     argv = {
         "preprocess": (*PREPROCESS, "--destdir", tmp_path / "bin", "--dict-only"),
@@ -86,6 +92,7 @@ def test_show_config_shows_it_whole(command, data, checkpoint, tmp_path, verb):
     assert SHORT in log and longest_line(log) < 1000
 
 
+@pytest.mark.slow
 def test_interactive_does_not_log_every_sentence(command, data, checkpoint):
     result = command(
         "interactive",
@@ -111,11 +118,12 @@ def test_importing_the_package_leaves_the_root_logger_alone():
 
 
 @pytest.mark.parametrize("verb", ["info", "generate"])
+@pytest.mark.slow
 def test_output_to_a_full_disk_is_an_error(data, checkpoint, verb):
     flags = ("--path", checkpoint, "--cpu", "--num-workers", 0, "--max-tokens", 400)
     argv = (checkpoint,) if verb == "info" else (data, *flags)
     with open("/dev/full", "w") as full:
-        done = process(verb, *argv, stdout=full, status=2)
+        done = process(verb, *argv, stdout=full.fileno(), status=2)
     said = [line for line in done.stderr.splitlines() if " | INFO | " not in line]
     assert said == [f"surface-fusion {verb}: error: the output cannot be written: No space left on device"]
 
@@ -123,7 +131,7 @@ def test_output_to_a_full_disk_is_an_error(data, checkpoint, verb):
 def test_a_log_on_a_full_disk_does_not_end_the_training(data, tmp_path):
     with open("/dev/full", "w") as full:
         flags = ("--save-dir", tmp_path, "--max-update", 2, "--disable-validation")
-        done = process("train", data, *TRAIN, *flags, stdout=full)
+        done = process("train", data, *TRAIN, *flags, stdout=full.fileno())
     assert done.stderr == "surface-fusion: the log cannot be written: No space left on device\n"
     assert (tmp_path / "checkpoint_last.pt").exists()
 

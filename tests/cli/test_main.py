@@ -3,6 +3,8 @@
 Also tests ``cli/verbs.py``.
 """
 
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import surface_fusion
 from surface_fusion.cli import main as entry
 from surface_fusion.cli import score
+from tests.helpers import warm_processes
 
 VERBS = (
     *("preprocess", "train", "generate", "interactive", "validate"),
@@ -108,15 +111,23 @@ def test_the_installed_script_prints_the_version():
     assert done.stdout == f"surface-fusion {surface_fusion.__version__}\n"
 
 
-def test_python_m_surface_fusion_runs_a_verb():
-    done = subprocess.run([sys.executable, "-m", "surface_fusion", "average"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("surface-fusion average: error: ") and done.stderr.count("\n") == 1
+def test_python_m_surface_fusion_runs_a_verb(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "average"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("surface_fusion", run_name="__main__")
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("surface-fusion average: error: ") and printed.err.count("\n") == 1
 
 
-def test_a_reader_that_stops_early_causes_no_traceback():
-    program = [sys.executable, "-m", "surface_fusion", "train", "--help"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        assert "Traceback" not in process.stderr.read()
+def test_a_reader_that_stops_early_causes_no_traceback(tmp_path):
+    (read, write), log = os.pipe(), tmp_path / "log"
+    with log.open("w") as errors:
+        process = warm_processes.start(
+            warm_processes.SURFACE_FUSION, "train", "--help", stdout=write, stderr=errors.fileno()
+        )
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    warm_processes.wait(process, 60)
+    assert "Traceback" not in log.read_text()

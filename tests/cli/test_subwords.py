@@ -49,6 +49,7 @@ def test_remove_bpe_that_does_not_fit_the_dictionary_gives_a_hint(
     assert said is None if line is None else line in said
 
 
+@pytest.mark.slow
 def test_interactive_and_generate_print_the_hint_once(
     command, checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

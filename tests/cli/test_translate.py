@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from surface_fusion.cli import translate
 from surface_fusion.cli.main import main
 from surface_fusion.errors import SurfaceFusionError
+from tests.helpers import warm_processes
 from tests.helpers.small_training import OPTIMISER, SIZES, TEXT
 
 FUSION = ("-a", "transformer_surface_fusion", *SIZES, "--surfacefusion", "att", "--sf-gate", "0.8")
@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main([*map(str, ("preprocess", *data, "--destdir", folder / "data-bin"))]) == 0
     training = ("--max-update", 5, "--disable-validation", "--no-epoch-checkpoints")
     argv = ("train", folder / "data-bin", *FUSION, *OPTIMISER, *training, "--max-source-positions", 60)
+    argv += ("--max-target-positions", 30)  # a model of five updates never ends a sentence
     assert main([*map(str, (*argv, "--save-dir", folder / "checkpoints"))]) == 0
     return folder
 
@@ -59,6 +60,14 @@ def translated(
     out, err = capsys.readouterr()
     assert out.endswith("\n")
     return out.split("\n")[:-1], err
+
+
+def process(folder: Path, text: bytes, *flags: str, **settings: Any) -> warm_processes.Ended:
+    """What a process of its own made of *text*."""
+    argv = ("translate", folder, "--beam", "1", "--cpu", *flags)
+    done = warm_processes.run(warm_processes.SURFACE_FUSION, *argv, text=text, **settings)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_each_line_has_one_translation(folder: Path, monkeypatch: Any, capsys: Any, caplog: Any) -> None:
@@ -80,6 +89,7 @@ def test_a_relative_path_to_the_model_works_in_any_folder(
     )
 
 
+@pytest.mark.slow
 def test_a_line_translates_the_same_alone_and_in_a_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,52 +102,50 @@ def test_a_line_translates_the_same_alone_and_in_a_batch(
 
 
 def test_a_line_that_is_not_utf_8_is_translated(folder: Path) -> None:
-    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
-    done = subprocess.run(command, input=b"\xff\xfe bad\nGood morning.\n", capture_output=True, check=True)
-    assert done.stdout.decode("utf-8").count("\n") == 2 and b"Traceback" not in done.stderr
-    assert done.stderr.startswith(
-        b"surface-fusion translate: line 1 is not UTF-8 text: invalid start byte at"
-    )
+    done = process(folder, b"\xff\xfe bad\nGood morning.\n")
+    assert done.stdout.count("\n") == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("surface-fusion translate: line 1 is not UTF-8 text: invalid start byte at")
 
 
 def test_a_line_that_is_too_long_is_named_on_stderr(folder: Path) -> None:
     """By its number in the whole input, which is translated in parts."""
     text = b"Tom is here.\n" * translate.MAX_LINES + b"word " * 100
-    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
-    done = subprocess.run(command, input=text, capture_output=True, check=True)
-    assert f"line {translate.MAX_LINES + 1} has".encode() in done.stderr
+    assert f"line {translate.MAX_LINES + 1} has" in process(folder, text).stderr
 
 
 def test_only_a_line_feed_ends_a_line(folder: Path) -> None:
     lines = [f"Tom {c} is here." for c in "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"]
     text = "\ufeff" + "".join(line + "\r\n" for line in ["Tom is here.", *lines])
-    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
-    done = subprocess.run(command, input=text.encode(), capture_output=True, check=True)
-    found = done.stdout.decode().split("\n")
+    found = process(folder, text.encode()).stdout.split("\n")
     assert len(found) == len(lines) + 2 and found[-1] == ""
     assert found[0] == found[1], "a carriage return is a space, a byte order mark nothing"
 
 
 def test_lines_are_translated_when_their_input_pauses(folder: Path) -> None:
     """Then the process is interrupted while it waits, and says so."""
-    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(120, process.kill)  # then there is nothing to read
-        late.start()
+    (read, stdin), (stdout, write), (stderr, errors) = (os.pipe() for _ in range(3))
+    argv = ("translate", folder, "--beam", "1", "--cpu")
+    streams = {"stdin": read, "stdout": write, "stderr": errors}
+    running = warm_processes.start(warm_processes.SURFACE_FUSION, *argv, **streams)
+    for end in streams.values():
+        os.close(end)
+    late = threading.Timer(120, running.kill)  # then there is nothing to read
+    late.start()
+    with open(stdin, "w") as typed, open(stdout) as translations, open(stderr) as said:
         for text in ("Tom is here.\nGood morning.\n", "Where?\n"):
-            process.stdin.write(text)
-            process.stdin.flush()
+            typed.write(text)
+            typed.flush()
             for _ in range(text.count("\n")):
-                assert process.stdout.readline().endswith("\n")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+                assert translations.readline().endswith("\n")
+        assert running.pid is not None
+        os.kill(running.pid, signal.SIGINT)
+        assert warm_processes.wait(running, 30) == 130
         late.cancel()
-        assert process.stderr is not None and process.stderr.read().endswith("translate: interrupted\n")
+        assert said.read().endswith("translate: interrupted\n")
 
 
 @pytest.mark.parametrize("flags", [(), ("--explain",)])
+@pytest.mark.slow
 def test_the_batch_size_of_the_training_does_not_limit_lines(
     folder: Path, monkeypatch: Any, capsys: Any, flags: tuple[str, ...]
 ) -> None:
@@ -152,6 +160,7 @@ def test_the_batch_size_of_the_training_does_not_limit_lines(
     assert found == whole and err == "" and len(found) >= 3 and found[1]
 
 
+@pytest.mark.slow
 def test_explain_prints_a_table_below_each_translation(
     folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -171,13 +180,9 @@ def test_explain_prints_a_table_below_each_translation(
 
 
 def test_the_translation_is_utf_8_in_any_locale(folder: Path) -> None:
-    command = [sys.executable, "-m", "surface_fusion", "translate", str(folder), "--beam", "1", "--cpu"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    text = b"Tom is here.\n"
-    done = subprocess.run(
-        [*command, "--explain"], input=text, env=environment, capture_output=True, check=True
-    )
-    assert "\u2581" in done.stdout.decode("utf-8")  # in the table of tokens
+    done = process(folder, b"Tom is here.\n", "--explain", env=environment)
+    assert "\u2581" in done.stdout  # in the table of tokens
 
 
 def test_a_closed_output_is_named(folder: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -10,6 +10,7 @@ import torch.multiprocessing
 from surface_fusion import SurfaceFusionError
 from surface_fusion.cli import fairseq_verbs
 from surface_fusion.cli.user_errors import user_line
+from tests.helpers import warm_processes
 from tests.helpers.small_training import PREPROCESS, TEXT, TRAIN
 
 
@@ -157,6 +158,7 @@ def test_a_missing_or_damaged_checkpoint_is_named(refused, train, data, checkpoi
 
 
 @pytest.mark.parametrize("verb", ["train", "generate", "interactive", "validate"])
+@pytest.mark.slow
 def test_a_dictionary_of_another_size_is_refused(refused, other_data, data, checkpoint, tmp_path, verb):
     sizes = [
         len((folder / "dict.en.txt").read_text("utf-8").splitlines()) + 4 for folder in (other_data, data)
@@ -186,10 +188,12 @@ def test_a_checkpoint_of_another_size_is_refused(train, checkpoint):
     assert "decoder.layers.1." in said and said.endswith("was the checkpoint trained with other flags?")
 
 
+@pytest.mark.slow
 def test_resuming_with_another_optimizer_is_refused(train, checkpoint):
     assert "--reset-optimizer" in train("--restore-file", checkpoint, "--optimizer", "sgd")
 
 
+@pytest.mark.slow
 def test_an_empty_training_file_is_named(command, refused, data, tmp_path):
     for language in ("en", "ro"):
         (tmp_path / f"empty.{language}").touch()
@@ -225,6 +229,7 @@ def test_values_of_overrides_are_checked(refused, data, checkpoint):
     assert said.startswith("--sf-gate 2 is outside [0, 1]")
 
 
+@pytest.mark.slow
 def test_a_trusted_checkpoint_may_hold_any_object(command, checkpoint, data, tmp_path, refused):
     state = torch.load(checkpoint, weights_only=True)
     state["extra_state"]["note"] = torch.nn.Linear(2, 2)
@@ -257,6 +262,7 @@ def raise_inside(kind):
 def spawning(train, monkeypatch):
     """Two processes, spawned by fairseq as on a machine of two GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", warm_processes.spawn)
     gloo = ("--distributed-world-size", 2, "--distributed-backend", "gloo", "--ddp-backend", "no_c10d")
     return partial(train, *gloo)
 

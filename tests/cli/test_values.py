@@ -91,6 +91,7 @@ def test_a_metric_that_another_criterion_does_not_log_is_refused(refused, data, 
         ("subword-nmt", "interactive", ("--bpe", "subword_nmt", "--bpe-codes", "dict.en.txt")),
     ],
 )
+@pytest.mark.slow
 def test_a_missing_package_is_named(refused, data, checkpoint, tmp_path, monkeypatch, package, verb, flags):
     monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     monkeypatch.chdir(data)
@@ -161,6 +162,7 @@ def test_invalid_numbers_of_a_generation_are_refused(refused, data, checkpoint, 
         ("qq", "remove it"),
     ],
 )
+@pytest.mark.slow
 def test_a_misspelt_override_is_refused(refused, data, checkpoint, verb, key, advice):
     flags = ("--batch-size", 1, "--path", checkpoint, "--cpu", "--model-overrides", f"{{'{key}': 1}}")
     said = refused(verb, data, *flags)
@@ -173,6 +175,7 @@ def test_an_override_of_another_type_is_refused(refused, data, checkpoint):
 
 
 @pytest.mark.parametrize("overrides", ["{'sf_gate': 0.9, 'sf_plain': True}", "{'beam': 2}", "{'data': 'x'}"])
+@pytest.mark.slow
 def test_overrides_of_any_setting_are_accepted(command, data, checkpoint, overrides):
     flags = ("--path", checkpoint, "--cpu", "--max-len-b", 5, "--beam", 1, "--model-overrides", overrides)
     assert command("generate", data, "--gen-subset", "valid", "--num-workers", 0, *flags).status == 0
@@ -208,6 +211,7 @@ def test_the_trainer_checks_a_changed_configuration(data):
         Trainer(cfg, task, model, criterion)
 
 
+@pytest.mark.slow
 def test_unusual_but_valid_numbers_are_accepted(data, tmp_path):
     flags = ("--label-smoothing", 0, "--clip-norm", 0, "--lr", 0, "--dropout", 0, "--update-freq", 2)
     assert (

@@ -166,6 +166,7 @@ def test_files_without_checksums_load(trained: Path, tmp_path: Path, kind: str) 
     assert same(load(str(path))["model"], state["model"])
 
 
+@pytest.mark.slow
 def test_checking_a_large_checkpoint_takes_at_most_1500_ms_of_cpu_time(tmp_path: Path) -> None:
     """60 million parameters; measured: 0.1 s for the records, 0.04 s for the values."""
     path = tmp_path / "big.pt"

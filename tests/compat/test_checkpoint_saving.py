@@ -129,6 +129,7 @@ def test_a_file_size_limit_reached_while_saving_is_one_line(
     assert whole(save_dir / "checkpoint_last.pt") == 4
 
 
+@pytest.mark.slow
 def test_a_disk_full_at_the_last_copy_is_one_line(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_disk_full_at_the_last_copy_is_one_line(
         assert whole(disk / "a" / "checkpoint_last.pt") == 6
 
 
+@pytest.mark.slow
 def test_too_little_space_is_reported_before_training(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ def test_the_estimated_size_is_close_to_the_written_size(
     assert size - structure < estimates[0] <= size
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_created_is_named(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +228,7 @@ def test_a_removed_folder_is_created_again(data: Path, tmp_path: Path, monkeypat
     assert whole(tmp_path / "a" / "checkpoint_last.pt") == 4
 
 
+@pytest.mark.slow
 def test_files_of_the_user_in_the_folder_are_kept(data: Path, tmp_path: Path) -> None:
     """fairseq writes and removes ``dummy`` to see whether it can."""
     (tmp_path / "a").mkdir()

@@ -1,6 +1,7 @@
 """Several processes train on a machine without GPUs."""
 
-from pathlib import Path
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +10,17 @@ import torch
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.compat.cpu_processes import start_processes_on_cpus
-from tests.helpers.two_processes import FLAT, free_port, start, status
+from tests.helpers.two_processes import FLAT, TRAIN, free_port
 
 
 @pytest.mark.slow
-def test_one_command_starts_all_ranks_without_gpus(tmp_path: Path) -> None:
+def test_one_command_starts_all_ranks_without_gpus() -> None:
     """0.1.0 starts a process for each GPU: none, status 0."""
-    log, meeting = tmp_path / "log", ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}")
-    assert status(start(log, *FLAT, *meeting, "--max-update", 2), timeout=200) == 0
-    assert "starting 2 processes" in log.read_text() and "num_updates=2" in log.read_text()
+    meeting = ("--distributed-init-method", f"tcp://127.0.0.1:{free_port()}", "--max-update", 2)
+    command = [sys.executable, "-m", "surface_fusion", "train", *map(str, (*TRAIN, *FLAT, *meeting))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "starting 2 processes" in done.stdout and "num_updates=2" in done.stdout
 
 
 def config(**given: Any) -> Any:

@@ -2,8 +2,6 @@
 
 import argparse
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ from fairseq.logging import progress_bar
 
 from surface_fusion.cli.main import main
 from surface_fusion.compat.global_state import clear_training_state
+from tests.helpers import warm_processes
 from tests.helpers.paths import ROOT
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import parse
@@ -74,21 +73,16 @@ def test_jobs_of_a_hydra_multirun_have_their_own_best_checkpoints(
 ) -> None:
     """The first job imports the package, in the midst of fairseq's ``main``."""
     configs = ROOT / "configs"
-    done = subprocess.run(
-        [
-            *(Path(sys.executable).with_name("fairseq-hydra-train"), "-m"),
-            *("--config-dir", configs, "--config-name", "demo", f"hydra.sweep.dir={tmp_path}/jobs"),
-            *(f"common.user_dir={user_dir}", f"task.data={data}", "common.cpu=true"),
-            *("model.encoder_layers=1", "model.decoder_layers=1", "model.encoder_embed_dim=16"),
-            *("model.decoder_embed_dim=16", "dataset.max_tokens=400", "dataset.num_workers=0"),
-            "optimization.max_update=8,1",
-            f"checkpoint.save_dir={tmp_path}/${{optimization.max_update}}",
-        ],
+    done = warm_processes.run(
+        *("fairseq_cli.hydra_train:cli_main", "-m"),
+        *("--config-dir", configs, "--config-name", "demo", f"hydra.sweep.dir={tmp_path}/jobs"),
+        *(f"common.user_dir={user_dir}", f"task.data={data}", "common.cpu=true"),
+        *("model.encoder_layers=1", "model.decoder_layers=1", "model.encoder_embed_dim=16"),
+        *("model.decoder_embed_dim=16", "dataset.max_tokens=400", "dataset.num_workers=0"),
+        "optimization.max_update=8,1",
+        f"checkpoint.save_dir={tmp_path}/${{optimization.max_update}}",
         cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
+        merge=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert best_of(tmp_path / "1") > best_of(tmp_path / "8")

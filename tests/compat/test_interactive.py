@@ -1,13 +1,13 @@
 """``interactive``: as many answers as lines, each with the number of its line."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from surface_fusion.cli.main import main
+from tests.helpers import warm_processes
 from tests.helpers.paths import REFERENCE
 
 LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse " * 700, "a horse"]
@@ -15,13 +15,14 @@ LINES = ["the\x1c bird \r horse", "the house\u2028", "", "horse " * 1500, "horse
 
 @pytest.mark.slow
 def test_each_line_gets_a_hypothesis(user_dir: Path) -> None:
-    """By ``python -m``; with lines that hold what is no line end, an empty one, and two that are too long."""
-    command = [sys.executable, "-m", "fairseq_cli.interactive", REFERENCE / "data-bin", "--cpu"]
-    command += ["--user-dir", user_dir, "--path", REFERENCE / "checkpoint_best.pt", "--beam", "2"]
-    command += ["--buffer-size", "4", "--max-tokens", "600", "--nbest", "2"]
+    """With lines that hold what is no line end, an empty one, and two that are too long."""
+    flags = (REFERENCE / "data-bin", "--cpu", "--user-dir", user_dir)
+    flags += ("--path", REFERENCE / "checkpoint_best.pt", "--beam", 2)
+    flags += ("--buffer-size", 4, "--max-tokens", 600, "--nbest", 2)
     text = "\ufeff" + "".join(line + "\n" for line in LINES)
-    done = subprocess.run([*map(str, command)], input=text.encode(), capture_output=True, check=True)
-    printed, said = done.stdout.decode(), done.stderr.decode()  # where fairseq logs if it runs by -m
+    done = warm_processes.run("fairseq_cli.interactive:cli_main", *flags, text=text)
+    assert done.returncode == 0, done.stderr
+    printed, said = done.stdout, done.stderr + done.stdout
     found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", printed, re.MULTILINE)
     assert [int(place) for place, *_ in found] == [0, 0, 1, 1, 2, 3, 4, 5, 5]
     assert [place for place, score, text in found if (score, text) == ("-inf", "")] == ["2", "3", "4"]

@@ -3,7 +3,6 @@
 import inspect
 import json
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from surface_fusion.compat.repairs import MODULES as REPAIRING
 from surface_fusion.compat.repairs import REPAIRS
 from tests.compat.probes.__main__ import MODULES
+from tests.helpers import warm_processes
 from tests.helpers.paths import ROOT
 
 SAFE_CLASSES = ("namespace_is_refused", "torch.serialization")
@@ -22,14 +22,7 @@ PROBES = sorted({SAFE_CLASSES, *((repair.probe, repair.owner) for repair in REPA
 @pytest.fixture(scope="module")
 def plain_fairseq() -> dict[tuple[str, str], bool]:
     """Result of each of ``PROBES``."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.compat.probes"],
-        cwd=ROOT,
-        input=json.dumps(PROBES),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm_processes.run("tests.compat.probes.__main__:main", text=json.dumps(PROBES))
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(PROBES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
@@ -70,14 +63,7 @@ HOOKS = {
 @pytest.mark.slow
 def test_the_import_replaces_the_attributes_in_the_table() -> None:
     watched = sorted(name for name in sys.modules if name.split(".")[0] in WATCHED)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.helpers.replaced_attributes"],
-        cwd=ROOT,
-        input=json.dumps(watched),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm_processes.run("tests.helpers.replaced_attributes:main", text=json.dumps(watched))
     assert done.returncode == 0, done.stderr[-3000:]
     replaced = set(json.loads(done.stdout.splitlines()[-1]))
     assert replaced == {repair.name for repair in REPAIRS} | HOOKS

@@ -291,6 +291,7 @@ def test_every_call_of_eval_has_a_test() -> None:
     assert found == {site for site in SITES if site[0] != "utils.py"}
 
 
+@pytest.mark.slow
 def test_every_module_that_evaluates_is_patched() -> None:
     folder = Path(fairseq.__file__).parent
     evaluating = {file for file, call in calls(folder) if call.startswith("eval(")}

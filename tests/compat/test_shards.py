@@ -36,6 +36,7 @@ def test_generate_translates_each_sentence_in_one_shard(capsys: pytest.CaptureFi
     assert single in (first | second).items()
 
 
+@pytest.mark.slow
 def test_validate_reads_each_sentence_in_one_shard(capsys: pytest.CaptureFixture[str]) -> None:
     def loss_and_tokens(*flags: str) -> tuple[float, int]:
         capsys.readouterr()
@@ -94,6 +95,7 @@ def test_a_shard_without_a_sentence_is_refused() -> None:
         batches_in(config("x.pt", 12, 11))
 
 
+@pytest.mark.slow
 def test_interactive_refuses_shards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("the bird\n")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from surface_fusion.compat import rank_watch, time_limits
-from tests.helpers.two_processes import ADAM, FLAT, free_port, start, status
+from tests.helpers import warm_processes
+from tests.helpers.two_processes import ADAM, FLAT, free_port, start
 
 
 def rank_flags(rank: int, port: int, wait: int) -> tuple[object, ...]:
@@ -30,18 +31,19 @@ def last_line(log: Path) -> str:
 def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """0.1.0 waits for 1,800 s, and the fast path never sets fairseq's heartbeat."""
     logs, port = [tmp_path / f"{rank}.log" for rank in (0, 1)], free_port()
-    ranks = [start(log, *flags, *rank_flags(i, port, 20)) for i, log in enumerate(logs)]
+    ranks = [start(log, *flags, *rank_flags(i, port, 10)) for i, log in enumerate(logs)]
     try:
         until = time.monotonic() + 150
         while "num_updates=3" not in logs[0].read_text():
-            assert time.monotonic() < until and ranks[0].poll() is None, logs[0].read_text()[-3000:]
+            assert time.monotonic() < until and ranks[0].exitcode is None, logs[0].read_text()[-3000:]
             time.sleep(0.2)
+        assert ranks[1].pid is not None
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        assert ranks[0].wait(timeout=120) == 2
+        assert warm_processes.wait(ranks[0], 120) == 2
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
     assert "error: rank 1 of 2 does not answer" in last_line(logs[0])
 
 
@@ -49,10 +51,10 @@ def test_a_stopped_rank_is_named_in_time(tmp_path: Path, flags: tuple[str, ...])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_joined_is_named_in_time(tmp_path: Path, rank: int) -> None:
     log, port = tmp_path / "log", free_port()
-    assert status(start(log, *FLAT, *rank_flags(rank, port, 5)), timeout=150) == 2
+    assert warm_processes.wait(start(log, *FLAT, *rank_flags(rank, port, 3)), 150) == 2
     meeting = f"tcp://127.0.0.1:{port}"
-    missing = f"1 of 2 processes joined {meeting} within 5 s; missing: rank 1"
-    assert (f"rank 0 did not answer at {meeting} within 5 s" if rank else missing) in last_line(log)
+    missing = f"1 of 2 processes joined {meeting} within 3 s; missing: rank 1"
+    assert (f"rank 0 did not answer at {meeting} within 3 s" if rank else missing) in last_line(log)
 
 
 def test_a_group_created_before_the_import_gets_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,7 @@ def parse_on_gpu(*flags: str) -> Any:
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
+@pytest.mark.slow
 def test_flat_adam_in_half_precision_is_memory_efficient(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     other = {"fp16": "bf16", "bf16": "fp16"}[half]

@@ -24,6 +24,7 @@ from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
 )
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.step import PackedStep
+from tests.helpers import warm_processes
 from tests.helpers.small_training import TRAIN
 from tests.helpers.tiny import PAD, USER_DIR, batch, build, log_probs, pad_rows, shaken
 
@@ -389,8 +390,7 @@ def two_process_worker(rank: int, folder: str, data: str, update_freq: int) -> N
 @pytest.mark.parametrize("update_freq", [1, 2])
 def test_two_processes_equal_one_with_both_batches(data: Path, tmp_path: Path, update_freq: int) -> None:
     """The average begins with the backward of an update's last batch."""
-    given = (str(tmp_path), str(data), update_freq)
-    torch.multiprocessing.spawn(two_process_worker, given, nprocs=2)
+    warm_processes.in_two(two_process_worker, str(tmp_path), str(data), update_freq)
     alone = Training(data)
     alone.run(4, update_freq=2 * update_freq)
     for rank in range(2):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from surface_fusion.criterions.statistics import OverlappedStatistics, as_vector
+from tests.helpers import warm_processes
 
 
 def output(loss: float, ntokens: int) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def two_processes(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_share_the_sums_of_their_statistics(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(two_processes, (str(tmp_path),), nprocs=2)
+    warm_processes.in_two(two_processes, str(tmp_path))
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == [
             ({"loss": 4.0, "ntokens": 7, "sample_size": 7}, [0.5, 1]),

@@ -52,10 +52,10 @@ def test_translations_equal_those_of_fairseqs_loop(
     model = model_that_ends(*flags)
     model.decoder.fast_decoding.static = static
     generator = generator_of(model, **options)
-    for seed in range(3):
+    for seed in range(2):  # the second search finds the state of the first
         expected = fairseq_translations(generator, seed)
         assert_same_translations(translations(generator, seed), expected)
-    assert len(searches) == 3
+    assert len(searches) == 2
 
 
 @STATIC
@@ -88,6 +88,7 @@ def test_logits_are_computed_in_parts_when_they_exceed_the_limit(
 
 @STATIC
 @pytest.mark.parametrize("beam", [2, 4])
+@pytest.mark.slow
 def test_ties_are_broken_as_in_fairseq(static: bool, beam: int, searches: list[Any]) -> None:
     """topk prefers one of equals by the size of the whole, so it has to be fairseq's."""
     model = model_that_ends()
@@ -114,6 +115,7 @@ def test_half_and_double_precision_equal_fairseqs_loop(
     assert searches and found[0][0]["score"].dtype == expected[0][0]["score"].dtype
 
 
+@pytest.mark.slow
 def test_attention_weights_equal_those_of_fairseqs_loop(searches: list[Any]) -> None:
     """As validation with ``--eval-bleu`` asks for it; caches are left, and used again without and with it."""
     for static in (False, True):

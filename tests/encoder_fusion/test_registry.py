@@ -3,8 +3,6 @@
 import argparse
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from surface_fusion.packed.eligibility import why_not_packed
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.step import PackedStep
 from surface_fusion.packed.transformer import PackedTransformer
+from tests.helpers import warm_processes
 from tests.helpers.paths import ROOT
 from tests.helpers.small_training import OPTIMISER, SIZES
 from tests.helpers.tiny import PAD, assert_incremental_equals_full, batch, build, log_probs, loss, shaken
@@ -258,17 +257,12 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, data: Path, command: list[str], *more: object) -> str:
     program, *rest = command
+    verb = program.removeprefix("fairseq-")
+    fairseqs = program != "surface-fusion"
+    entry_point = f"fairseq_cli.{verb}:cli_main" if fairseqs else warm_processes.SURFACE_FUSION
     argv = [str(data) if word == "DATA" else word for word in rest]
     more = (*TINY[program], *more)
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(program)), *argv, *map(str, more)],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    done = warm_processes.run(entry_point, *argv, *more, cwd=folder, merge=True)
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
 

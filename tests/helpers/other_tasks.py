@@ -1,9 +1,9 @@
 # ruff: noqa: RUF005 (lists of flags that go over several lines)
 """Run in a process of its own: train each of ``CASES`` for a few updates, without or with the plugin.
 
-``python other_tasks.py plain|plugin DATA`` imports fairseq once and forks for each case. It prints one JSON
-object: case -> the losses of all updates and a hash of the parameters and optimizer state, or the error.
-DATA is what :func:`make_data` wrote.
+``main``, with the arguments ``plain|plugin DATA``, forks for each case. It prints one JSON object: case ->
+the losses of all updates and a hash of the parameters and optimizer state, or the error. DATA is what
+:func:`make_data` wrote.
 """
 
 import contextlib
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 COMMON = (
     *("--cpu", "--max-update", "2", "--batch-size", "8", "--required-batch-size-multiple", "1"),
     *("--optimizer", "adam", "--lr", "0.003", "--num-workers", "0", "--log-format", "none", "--seed", "3"),
-    *("--no-save", "--disable-validation", "--clip-norm", "1.0"),
+    *("--no-save", "--disable-validation", "--clip-norm", "1.0", "--distributed-world-size", "1"),
 )
 
 TIMES = ("wps", "ups", "train_wall", "wall", "gb_free")
@@ -360,7 +360,8 @@ def run(how: str, data: Path, names: list[str]) -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """See above."""
     if sys.argv[1] == "data":
         make_data(Path(sys.argv[2]), Path(sys.argv[3]))
     else:

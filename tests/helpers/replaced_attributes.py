@@ -30,7 +30,8 @@ def is_code(value: Any) -> bool:
     return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """See above."""
     watched: list[str] = json.load(sys.stdin)
     for name in watched:
         with contextlib.suppress(Exception):  # some need what this machine lacks

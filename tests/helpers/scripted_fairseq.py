@@ -72,7 +72,8 @@ def results() -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """See above."""
     if sys.argv[1] == "plugin":
         import surface_fusion  # noqa: F401
     assert ("surface_fusion" in sys.modules) == (sys.argv[1] == "plugin")

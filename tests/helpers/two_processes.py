@@ -1,10 +1,10 @@
 """Start the command ``train`` for two gloo processes on the reference data."""
 
 import socket
-import subprocess
-import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.helpers import warm_processes
 from tests.helpers.paths import REFERENCE
 from tests.helpers.small_training import SIZES
 
@@ -19,18 +19,11 @@ TRAIN = (
 )
 
 
-def start(log: Path, *flags: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "surface_fusion", "train", *map(str, (*TRAIN, *flags))]
-    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True)
-
-
-def status(process: subprocess.Popen[str], timeout: float) -> int:
-    """Its exit status, within *timeout* seconds; it is not left running."""
-    try:
-        return process.wait(timeout=timeout)
-    finally:
-        process.kill()
-        process.wait()
+def start(log: Path, *flags: object) -> BaseProcess:
+    """Start it; what it prints goes into *log*."""
+    with log.open("w") as file:
+        streams = {"stdout": file.fileno(), "stderr": file.fileno()}
+        return warm_processes.start(warm_processes.SURFACE_FUSION, "train", *TRAIN, *flags, **streams)
 
 
 def free_port() -> int:

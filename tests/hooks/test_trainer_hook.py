@@ -50,6 +50,7 @@ def test_a_subclass_of_the_trainer_is_not_replaced(data: Path) -> None:
     assert type(other) is Other and (other.name, other.extra) == ("name", 1)
 
 
+@pytest.mark.slow
 def test_settings_may_be_given_by_name(data: Path) -> None:
     made = build_trainer(data)
     given: dict[str, Any] = {"cfg": made.cfg, "task": made.task, "model": made.get_model()}

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 
 from surface_fusion.config.flags import SurfaceFusionConfig
 from tests.conftest import RunFairseq
+from tests.helpers import warm_processes
 from tests.helpers.paths import ROOT
 from tests.helpers.published_commands import FAST, TRAIN
 from tests.helpers.published_commands import flags as published_flags
@@ -91,8 +91,8 @@ class Training:
 
 def train(folder: Path, command: list[str]) -> Training:
     folder.mkdir()
-    script = Path(sys.executable).with_name(command[0])
-    done = subprocess.run([script, *command[1:]], cwd=folder, capture_output=True, text=True, timeout=300)
+    entry_point, *argv = command
+    done = warm_processes.run(entry_point, *argv, cwd=folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return Training(folder, done.stdout + done.stderr)
 
@@ -115,10 +115,11 @@ def trainings(
     overrides = {**SHORT, **place}
     folder = tmp_path_factory.mktemp(request.param)
     from_yaml = [
-        *("fairseq-hydra-train", "--config-dir", str(CLONE / "configs"), "--config-name", request.param),
+        *("fairseq_cli.hydra_train:cli_main", "--config-name", request.param),
+        *("--config-dir", str(CLONE / "configs")),
         *(f"{name}={value}" for name, value in overrides.items()),
     ]
-    from_flags = ["fairseq-train", *as_flags(changed(read(request.param), overrides))]
+    from_flags = ["fairseq_cli.train:cli_main", *as_flags(changed(read(request.param), overrides))]
     with ThreadPoolExecutor() as pool:
         yaml_run = pool.submit(train, folder / "yaml", from_yaml)
         flags_run = pool.submit(train, folder / "flags", from_flags)
@@ -138,6 +139,7 @@ def test_same_losses_and_parameters(trainings: tuple[Training, Training]) -> Non
         assert ours["optimizer_history"][-1][key] == theirs["optimizer_history"][-1][key]
 
 
+@pytest.mark.slow
 def test_same_configuration(trainings: tuple[Training, Training]) -> None:
     from_yaml, from_flags = (run.state["cfg"] for run in trainings)
     model = SurfaceFusionConfig.from_namespace(OmegaConf.create(from_yaml.pop("model")))

@@ -5,20 +5,19 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from surface_fusion import scoring
 from surface_fusion.cli.main import main
+from tests.helpers import warm_processes
 from tests.helpers.small_training import OPTIMISER, PLAIN, PREPROCESS, TEXT, TRAIN
+from tests.helpers.warm_processes import SURFACE_FUSION
 
 pytestmark = pytest.mark.slow
 
-COMMAND = (sys.executable, "-m", "surface_fusion")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SHORT = ("--num-workers", 0, "--max-len-b", 20)  # a model of two epochs rarely ends a sentence
 EXACT = ("--dropout", 0, "--attention-dropout", 0)
 
@@ -29,14 +28,7 @@ def strings(*argv):
 
 def run(*argv):
     """A command of its own, its log."""
-    done = subprocess.run(
-        [*COMMAND, *strings(*argv)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=300,
-    )
+    done = warm_processes.run(SURFACE_FUSION, *argv, merge=True)
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -193,13 +185,15 @@ def test_a_killed_and_resumed_training_equals_the_uninterrupted_one_bit_for_bit(
     if killed_at == saved_at:
         run(*argv, "--max-epoch", 1)
     else:
-        command = [*COMMAND, *strings(*argv, "--max-epoch", 2)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-            for line in process.stdout:
+        read, write = os.pipe()
+        process = warm_processes.start(SURFACE_FUSION, *argv, "--max-epoch", 2, stdout=write)
+        os.close(write)
+        with open(read) as log:
+            for line in log:
                 if f'"num_updates": "{killed_at}"' in line:
-                    process.send_signal(signal.SIGKILL)
+                    process.kill()
                     break
-        assert process.returncode == -signal.SIGKILL
+            assert warm_processes.wait(process, 60) == -signal.SIGKILL
     assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == saved_at
 
     resumed = updates(run(*argv, "--max-epoch", 2))
@@ -224,25 +218,9 @@ def run_two_processes(*argv):
         *("--distributed-world-size", 2, "--distributed-backend", "gloo", "--distributed-no-spawn"),
         *("--distributed-init-method", f"tcp://127.0.0.1:{port}", "--ddp-backend", "no_c10d"),
     )
-    processes = [
-        subprocess.Popen(
-            [*COMMAND, *strings(*argv, *together, "--distributed-rank", rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        for rank in (0, 1)
-    ]
-    logs = []
-    try:
-        for process in processes:
-            logs.append(process.communicate(timeout=300)[0])
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(log[-3000:] for log in logs)
-    return logs
+    with ThreadPoolExecutor() as pool:
+        ranks = pool.map(lambda rank: run(*argv, *together, "--distributed-rank", rank), (0, 1))
+        return [*ranks]
 
 
 def test_two_processes_train_and_resume_as_one_process_with_twice_the_batches(data, tmp_path):

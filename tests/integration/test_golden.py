@@ -206,6 +206,7 @@ def test_beam_search(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("name", [*VANILLA, *TRANSPARENT])
+@pytest.mark.slow
 def test_plain_model_with_the_published_settings(name: str, tmp_path: Path) -> None:
     """Surface attention with gate 1: another model, whose surface branch has weight 0."""
     golden = load_golden(name)
@@ -225,6 +226,7 @@ def test_plain_model_with_the_published_settings(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("share_decoder", [True, False])
+@pytest.mark.slow
 def test_unshared_embeddings(share_decoder: bool, tmp_path: Path) -> None:
     """The same numbers when each matrix is stored on its own; the output's was called ``embed_out``."""
     golden = load_golden("att_hard_g08")
@@ -245,6 +247,7 @@ def test_unshared_embeddings(share_decoder: bool, tmp_path: Path) -> None:
     assert_near(log_probs, golden["log_probs"])
 
 
+@pytest.mark.slow
 def test_a_surface_with_positions_is_layer_0_of_layer_attention_too(tmp_path: Path) -> None:
     """As the published code computed; no command line of it could ask for that."""
     golden = load_golden("ta_fine_srcemb_att_hard_g08")

@@ -2,18 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from fairseq.tasks import TASK_REGISTRY
 
+from tests.helpers import warm_processes
 from tests.helpers.other_tasks import CASES
-from tests.helpers.paths import HELPERS
 from tests.helpers.small_training import TEXT
 
-SCRIPT = HELPERS / "other_tasks.py"
+SCRIPT = "tests.helpers.other_tasks:main"
 
 BROKEN = {
     "translation_lev insertion": "scatter() of two dtypes",
@@ -46,16 +45,18 @@ NOT_RUN = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """All cases without and with the plugin, in two processes at a time."""
     folder = tmp_path_factory.mktemp("tasks")
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # processes that fork cannot use a GPU
-    where = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "env": environment}
-    subprocess.run([*command, "data", folder, TEXT], check=True, cwd=folder, **where)
-    running = {}
-    for how in ("plain", "plugin"):
-        (folder / how).mkdir()  # for the crash.pt of BROKEN
-        running[how] = subprocess.Popen([*command, how, folder], cwd=folder / how, **where)
-    found = {how: process.communicate()[0] for how, process in running.items()}
-    return {how: json.loads(text.splitlines()[-1]) for how, text in found.items()}
+
+    def run(what: str, *more: object) -> str:
+        (folder / what).mkdir()  # also for the crash.pt of BROKEN
+        done = warm_processes.run(SCRIPT, what, folder, *more, env=environment, cwd=folder / what)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    run("data", TEXT)
+    with ThreadPoolExecutor() as pool:
+        plain, plugin = (json.loads(text.splitlines()[-1]) for text in pool.map(run, ("plain", "plugin")))
+    return {"plain": plain, "plugin": plugin}
 
 
 @pytest.mark.slow

@@ -211,6 +211,7 @@ def test_finetune_from_a_plain_transformer(
     assert all(math.isfinite(float(update["loss"])) for update in updates)
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_dropped_with_one_line(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "surface_fusion"):
         model, _ = load(REFERENCE / "checkpoint_best.pt", data)
@@ -233,6 +234,7 @@ def test_missing_fusion_parameters_are_named(
         load(tmp_path / "checkpoint.pt", data)
 
 
+@pytest.mark.slow
 def test_a_mismatched_shape_is_named(data: Path, tmp_path: Path, state: dict[str, Any]) -> None:
     weights = state["model"]
     weights["decoder.sf_attn.k_proj.weight"] = weights["decoder.sf_attn.k_proj.weight"][:, :16]
@@ -241,6 +243,7 @@ def test_a_mismatched_shape_is_named(data: Path, tmp_path: Path, state: dict[str
         load(tmp_path / "checkpoint.pt", data)
 
 
+@pytest.mark.slow
 def test_another_dictionary_is_refused_with_both_sizes(data: Path, tmp_path: Path) -> None:
     other = shutil.copytree(data, tmp_path / "data-bin")
     for language in ("en", "xx"):
@@ -250,6 +253,7 @@ def test_another_dictionary_is_refused_with_both_sizes(data: Path, tmp_path: Pat
         load(REFERENCE / "checkpoint_best.pt", other)
 
 
+@pytest.mark.slow
 def test_the_trainer_reports_the_cause_of_a_failed_load(
     run_fairseq: RunFairseq, data: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:

@@ -3,8 +3,6 @@
 Tests ``modules/torchscript.py``.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 
 from surface_fusion import SurfaceFusionError
-from tests.helpers.paths import HELPERS
+from tests.helpers import warm_processes
 from tests.helpers.scripted_fairseq import Logits
 from tests.helpers.tiny import SHARED, batch, build, shaken
 
@@ -32,10 +30,7 @@ MODELS = {
 
 
 def scripted(how: str) -> str:
-    script = HELPERS / "scripted_fairseq.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, how], capture_output=True, text=True, cwd=script.parents[1]
-    )
+    done = warm_processes.run("tests.helpers.scripted_fairseq:main", how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()[-1]
 
@@ -54,6 +49,7 @@ def inputs(seed: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=list(MODELS))
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
     model = shaken(SHARED, *flags)
     model(*inputs(0))  # the decoder keeps its causal mask: a second trace would differ from the first
@@ -62,6 +58,7 @@ def test_a_model_of_ours_is_traced(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flags", [MODELS["no fusion"], MODELS["hard"], MODELS["transparent"]])
+@pytest.mark.slow
 def test_unsupported_scripting_is_refused_in_one_line(flags: tuple[str, ...]) -> None:
     model, task = build(SHARED, *flags)
     expected = r"^torch\.jit\.script cannot compile SurfaceFusionEncoder, .*; use torch\.jit\.trace, or .*$"

@@ -39,6 +39,7 @@ def alone(hub: TranslationHub) -> list[str]:
     return [hub.translate(line, beam=4) for line in LINES]
 
 
+@pytest.mark.slow
 def test_an_overlong_line_gives_an_empty_translation_in_its_place(
     hub: TranslationHub, alone: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,6 +82,7 @@ def test_an_empty_line_gives_an_empty_translation(hub: TranslationHub, alone: li
     assert hub.translate([]) == []
 
 
+@pytest.mark.slow
 def test_batch_limits_of_the_training_do_not_apply(alone: list[str]) -> None:
     settings = load().cfg.dataset
     assert (settings.max_tokens, settings.batch_size) == (MAX_TOKENS, None)
@@ -131,5 +133,6 @@ def test_settings_of_fairseqs_generate_are_accepted(hub: TranslationHub, alone: 
     assert len(given.translate(LINES[0], beam=4)) == 2
 
 
+@pytest.mark.slow
 def test_the_architecture_may_be_named(alone: list[str]) -> None:
     assert load(arch="transformer_surface_fusion").translate(LINES, beam=4) == alone

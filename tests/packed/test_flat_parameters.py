@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as ddp
 
 from surface_fusion import SurfaceFusionError
 from surface_fusion.packed.flat_parameters import ALIGNMENT, FlatParameters, flat_of
+from tests.helpers import warm_processes
 
 
 class Attention(nn.Module):
@@ -294,7 +295,7 @@ def two_process_worker(rank: int, folder: str) -> None:
 def test_two_processes_on_their_own_and_under_distributed_data_parallel(
     tmp_path: Path, model: Attention
 ) -> None:
-    torch.multiprocessing.spawn(two_process_worker, (str(tmp_path),), nprocs=2)
+    warm_processes.in_two(two_process_worker, str(tmp_path))
     parts = []
     for rank in range(2):
         model.zero_grad()

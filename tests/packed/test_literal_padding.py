@@ -16,6 +16,7 @@ from surface_fusion.criterions.fused_label_smoothed_cross_entropy import (
 from surface_fusion.encoder_fusion import methods
 from surface_fusion.packed.flat_parameters import FlatParameters
 from surface_fusion.packed.literal_padding import KEY, in_target, mark
+from tests.helpers import warm_processes
 from tests.helpers.tiny import EOS, PAD, build, incremental_log_probs, log_probs, shaken
 
 BOS, UNK = 0, 3
@@ -189,7 +190,7 @@ def _one_of_two_processes(rank: int, store: str, out: str) -> None:
 @pytest.mark.slow
 def test_one_of_two_processes_has_padding_as_a_word(tmp_path: Path) -> None:
     """Both communicate alike: the gradient is the mean of both batches'."""
-    torch.multiprocessing.spawn(_one_of_two_processes, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    warm_processes.in_two(_one_of_two_processes, str(tmp_path / "store"), str(tmp_path))
     reference = shaken(*HARD).double().train()
     for place in ("both", "other symbols"):
         (criteria()[1](reference, collated(place))[0] / 2).backward()

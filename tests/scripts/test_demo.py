@@ -188,6 +188,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_the_demo_shows_relative_paths_and_keeps_logs_in_files(tmp_path: Path) -> None:
     """In a path with a space, from another folder, twice; fairseq's part is played by a few lines."""
     clone, venv = tmp_path / "a clone", tmp_path / "venv" / "bin"

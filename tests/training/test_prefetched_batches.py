@@ -146,6 +146,7 @@ def test_a_training_whose_parameters_change_between_updates(
     assert train(data, between=clamp) == got
 
 
+@pytest.mark.slow
 def test_a_training_with_an_overflow(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +268,7 @@ def test_out_of_memory_in_a_prefetch_is_ignored(
     assert train(data, epochs=1) == got
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_captured_graph_is_not_prefetched(
     data: Path, eager: None, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +346,7 @@ def test_a_task_with_steps_of_its_own_prefetches_nothing(
     assert taken and not any(taken)
 
 
+@pytest.mark.slow
 def test_other_criteria_and_a_cpu_prefetch_nothing(data: Path, taken: list[bool]) -> None:
     train(data, epochs=1)
     train(data, "--criterion", "label_smoothed_cross_entropy", epochs=1)

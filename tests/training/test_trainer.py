@@ -13,6 +13,7 @@ from fairseq.utils import set_torch_seed
 
 from surface_fusion.training.cached_config import CachedConfig
 from surface_fusion.training.memory_check import run_longest_batch
+from tests.helpers import warm_processes
 from tests.helpers.trainers import PACKED, batches_of, build_trainer
 
 
@@ -87,7 +88,7 @@ CASES = ("equal", "other gradient", "overflow in one process", "fairseq's sums",
 def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What happened in each of two processes, by case."""
     folder = tmp_path_factory.mktemp("two_processes")
-    torch.multiprocessing.spawn(worker, (str(folder), str(data)), nprocs=2)
+    warm_processes.in_two(worker, str(folder), str(data))
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return {case: [result[case] for result in by_rank] for case in CASES}
 

@@ -19,8 +19,13 @@ def run(probe: str, owner: str) -> bool:
     return function(owner) if inspect.signature(function).parameters else function()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the probes of standard input."""
     logging.disable()
     results = [run(*pair) for pair in json.load(sys.stdin)]
     assert "surface_fusion" not in sys.modules
     print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,6 @@
 
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,10 +22,9 @@ def with_long_line(data: Path, split: str) -> Path:
     text = {"en": ["a horse sees a house", LONG, "the bird"], "xx": ["un bur", LONG, "lum"]}
     for lang, lines in text.items():
         (data.parent / f"text.{lang}").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "surface_fusion", "preprocess", "-s", "en", "-t", "xx"]
-    command += ["--srcdict", str(data / "dict.en.txt"), "--tgtdict", str(data / "dict.xx.txt")]
-    command += [f"--{split}pref", str(data.parent / "text"), "--destdir", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
+    argv = ["preprocess", "-s", "en", "-t", "xx", f"--{split}pref", data.parent / "text", "--destdir", out]
+    argv += ["--srcdict", data / "dict.en.txt", "--tgtdict", data / "dict.xx.txt"]
+    assert main([*map(str, argv)]) == 0
     return out
 
 
@@ -47,14 +45,13 @@ def test_validation_skips_and_counts_an_overlong_line(run_fairseq: RunFairseq, d
     assert re.search(r"valid on 'valid' subset.*nll_loss", out)
 
 
-def test_interactive_answers_an_overlong_line_with_an_empty_one(data: Path, user_dir: Path) -> None:
-    command = [sys.executable, "-m", "fairseq_cli.interactive", str(data), "--user-dir", str(user_dir)]
-    command += ["--path", str(CHECKPOINT), "--buffer-size", "3", "-s", "en", "-t", "xx"]
+def test_interactive_answers_an_overlong_line_with_an_empty_one(run_fairseq: RunFairseq, data: Path) -> None:
+    flags = ("--path", CHECKPOINT, "--buffer-size", 3, "-s", "en", "-t", "xx")
     text = f"a horse sees a house\n{LONG}\nthe bird\n"
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    assert re.findall(r"^H-(\d+)", done.stdout, re.M) == ["0", "1", "2"]
-    assert re.search(r"^D-1\t\S+\t$", done.stdout, re.M)
-    assert re.search(r"line 2 has \d+ subwords", done.stdout + done.stderr)
+    out = run_fairseq("interactive", data, *flags, text=text).stdout
+    assert re.findall(r"^H-(\d+)", out, re.M) == ["0", "1", "2"]
+    assert re.search(r"^D-1\t\S+\t$", out, re.M)
+    assert re.search(r"line 2 has \d+ subwords", out)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def test_the_claim_does_not_hold_of_other_values(weights: list[list[float]], sai
     assert said in found and found.endswith("does not hold here")
 
 
+@pytest.mark.slow
 def test_the_committed_tables_can_be_drawn_again(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,7 @@ def test_a_table_that_is_missing_is_one_line(run: Callable[..., None], tmp_path:
         run("plot", tmp_path / "nothere.csv", "-o", tmp_path / "x.png")
 
 
+@pytest.mark.slow
 def test_the_committed_tables_can_be_drawn(run: Callable[..., None], tmp_path: Path) -> None:
     run("plot", "-o", tmp_path / "all.svg")
     assert (tmp_path / "all.svg").read_text(encoding="utf-8").startswith("<?xml")

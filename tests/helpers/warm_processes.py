@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
@@ -152,6 +153,7 @@ def _call(
     sys.stderr = io.TextIOWrapper(err, encoding, write_through=not buffering, line_buffering=True)
     logging.root.handlers.clear()  # the import of fairseq sets up logging
     logging.root.setLevel(logging.WARNING)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started pytest with "&"
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -1,7 +1,7 @@
 """LayerDrop that keeps depth (Fan et al., 2019, https://arxiv.org/abs/1909.11556).
 
-fairseq's list skips dropped layers in its loop, so the index of "the output of layer 5" changes from step to
-step. Here a dropped layer is a pass-through, so the output after depth i always exists.
+fairseq's list skips dropped layers, so the index of "the output of layer 5" changes from step to step. Here a
+dropped layer is a pass-through, so the output after depth i always exists.
 """
 
 from collections.abc import Callable, Iterator

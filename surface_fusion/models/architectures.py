@@ -24,8 +24,7 @@ ATTENTION_DROPOUT = 0.1
 def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_architecture) -> None:
     """Flatten YAML sections and set the default of ``--attention-dropout``; call it before sizes are set.
 
-    The default is 0.1 with ``--surfacefusion``, as in the published code, and otherwise that of
-    *plain_architecture*, mostly 0. If the two differ, one line is logged.
+    Without ``--surfacefusion`` the default is that of *plain_architecture*. If they differ, a line is logged.
     """
     flatten_sections(args)
     if getattr(args, "surfacefusion", None) is None or hasattr(args, "attention_dropout"):

@@ -115,8 +115,8 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute logits as fairseq's decoder does; incremental decoding uses the fast path if possible.
 
-        On the fast path (:mod:`surface_fusion.decoding.incremental`), ``extra`` contains no inner states,
-        and no attention if ``make_generation_fast_`` has disabled it.
+        On the fast path, ``extra`` contains no inner states, and no attention if ``make_generation_fast_``
+        has disabled it.
         """
         state = None
         if incremental_state is not None:

@@ -1,12 +1,10 @@
 """Adapt checkpoints of the published code and of plain Transformers to a model.
 
 The published code allocates parameters that it never uses: a learned gate when the gate is fixed, linear
-maps without ``--sf-linear``, attention for mean and max. This package does not allocate them. A checkpoint
-of a plain Transformer has no fusion parameters.
+maps without ``--sf-linear``, attention for mean and max. This package does not allocate them.
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -59,17 +57,14 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
             counterpart in the model, a shape differs, or the sizes of the dictionaries differ.
     """
     expected = model.state_dict()
-    published = all(name in state_dict for name in PUBLISHED)
     if model.cfg.memory_per_layer:
         _rename_layer_attention(state_dict, expected)
-    plain = model.cfg.surfacefusion is None and model.cfg.encoder_fusion is None
-    _drop_unused(model, state_dict, expected, published, plain)
+    _drop_unused(model.cfg, state_dict, expected)
     extra = tuple(f"encoder.layers.{i}." for i in model.cfg.extra_layer_numbers)
-    families: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
-        "surface": (FUSION_PARAMETERS, lambda model: model.decoder.start_as_plain()),
-        "encoder layer": (OUR_ENCODER_FUSION + extra, _start_encoder_as_plain),
-    }
-    for family, (names, start_as_plain) in families.items():
+    for family, names, start_as_plain in (
+        ("surface", FUSION_PARAMETERS, lambda: model.decoder.start_as_plain()),
+        ("encoder layer", OUR_ENCODER_FUSION + extra, lambda: _start_encoder_as_plain(model)),
+    ):
         missing = [n for n in expected if n.startswith(names) and n not in state_dict]
         if not missing:
             continue
@@ -78,7 +73,7 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
                 f"the checkpoint lacks the fusion parameters {', '.join(missing)}; give the flags that it "
                 "was trained with"
             )
-        start_as_plain(model)
+        start_as_plain()
         logger.info(
             f"the checkpoint has no {family} fusion: {len(missing)} fusion parameters keep their initial "
             f"values ({', '.join(missing)})"
@@ -117,9 +112,7 @@ def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, T
         )
 
 
-def _drop_unused(
-    model: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor], published: bool, plain: bool
-) -> None:
+def _drop_unused(cfg: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     unused = [
         name
         for name in state_dict
@@ -128,12 +121,13 @@ def _drop_unused(
     if not unused:
         return
     # The published code allocates fc1 and fc2 only if they are used, but the attention also for mean and max.
-    never_used: tuple[str, ...] = (
-        PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
-    )
-    never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
-    if model.cfg.surfacefusion is None:
+    never_used = (*PUBLISHED, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+    if cfg.surfacefusion != "att":
+        never_used += ("decoder.sf_attn.",)
+    if cfg.surfacefusion is None:
         never_used += FUSION_PARAMETERS  # in the published code only gate 1 disables surface fusion
+    published = all(name in state_dict for name in PUBLISHED)
+    plain = cfg.surfacefusion is None and cfg.encoder_fusion is None
     if not plain and not (published and all(name.startswith(never_used) for name in unused)):
         raise _logged(
             f"the checkpoint was trained with fusion parameters that this model does not use "

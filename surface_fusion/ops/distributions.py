@@ -16,8 +16,7 @@ hard, renorm.  (not published)                            ``lsm(E (g h + (1-g) r
 =============  =========================================  ===========================
 
 ``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
-one vocabulary projection, not two; the tests compare them with the published formulas. (SurfaceFusion: Liu et
-al., ICLR 2021, https://arxiv.org/abs/2012.14768.)
+one vocabulary projection, not two (SurfaceFusion: Liu et al., ICLR 2021, https://arxiv.org/abs/2012.14768).
 """
 
 from dataclasses import dataclass
@@ -70,9 +69,5 @@ def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
 
 
 def exponentiated_log_probs(tgt_logits: Tensor, src_logits: Tensor) -> Tensor:
-    """``lsm(exp(lsm(z) + lsm(s)))``, mode postnorm_v1; *src_logits* must already be scaled by tau.
-
-    Args:
-        tgt_logits, src_logits: ``[..., vocab]``.
-    """
+    """``lsm(exp(lsm(z) + lsm(s)))`` of ``[..., vocab]``, mode postnorm_v1; s is already scaled by tau."""
     return log_softmax((log_softmax(tgt_logits) + log_softmax(src_logits)).exp())

@@ -36,7 +36,7 @@ class PackedRows:
         columns = torch.arange(width, device=lengths.device)
         rows = (self.starts[:-1, None] + columns).clamp(max=len(self.sentence) - 1)
         mask = columns < lengths[:, None]
-        return Padding(mask, rows.flatten(), self.sentence * width + self.positions, len(self.sentence))
+        return Padding(mask, rows.flatten(), self.sentence * width + self.positions)
 
 
 class Padding(NamedTuple):
@@ -46,15 +46,13 @@ class Padding(NamedTuple):
         mask: bool, B x T, false at padding.
         row: the row at each of the B T positions; any row at padding.
         position: the position of each of the N rows.
-        rows: N.
     """
 
     mask: Tensor
     row: Tensor
     position: Tensor
-    rows: int
 
     @property
     def empty(self) -> bool:
         """Whether all sentences have the same length, so that there is no padding."""
-        return self.rows == self.mask.numel()
+        return self.position.numel() == self.mask.numel()

@@ -39,18 +39,17 @@ NORM_FIRST = "encoder.fusion.ffn_norm_first"
 """A buffer of pre-norm models with ``--ta-ffn``; models of version 0.1.0 lack it."""
 
 OUR_ENCODER_FUSION = ("encoder.fusion.", "encoder.combination.", "decoder.combination.")
-ENCODER_FUSION_PARAMETERS = (*OUR_ENCODER_FUSION, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+PUBLISHED_ENCODER_FUSION = (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+ENCODER_FUSION_PARAMETERS = OUR_ENCODER_FUSION + PUBLISHED_ENCODER_FUSION
 
 
 def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     """Adapt *state_dict* to *model*, in place.
 
-    * Renames parameters of the published code, and drops those that it allocated but never used; logs one
-      line.
+    * Renames parameters of the published code, and drops those that it allocated but never used.
     * Drops the fusion parameters if *model* is a plain Transformer; logs a warning.
     * Keeps the model's initial fusion parameters if the checkpoint has none of surface fusion or of encoder
-      layer fusion; logs one line. If the method allows it, they are set so that the model initially equals
-      the plain Transformer.
+      layer fusion. If the method allows it, the model then initially equals the plain Transformer.
 
     Raises:
         SurfaceFusionError: some but not all fusion parameters are missing, trained parameters have no
@@ -90,12 +89,7 @@ def _start_encoder_as_plain(model: Any) -> None:
 
 
 def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Rename the published code's parameters of transparent attention to this package's names.
-
-    Raises:
-        SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, which normalised after the
-            feed-forward layer.
-    """
+    """Rename the published code's parameters of transparent attention; refuse those of version 0.1.0."""
     published_ffn = any(name.startswith("encoder.layernorm_allsource.") for name in state_dict)
     if NORM_FIRST in expected and published_ffn:
         state_dict[NORM_FIRST] = expected[NORM_FIRST]
@@ -113,15 +107,12 @@ def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, T
 
 
 def _drop_unused(cfg: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    unused = [
-        name
-        for name in state_dict
-        if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in expected
-    ]
+    names = FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS
+    unused = [name for name in state_dict if name.startswith(names) and name not in expected]
     if not unused:
         return
     # The published code allocates fc1 and fc2 only if they are used, but the attention also for mean and max.
-    never_used = (*PUBLISHED, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+    never_used = PUBLISHED + PUBLISHED_ENCODER_FUSION
     if cfg.surfacefusion != "att":
         never_used += ("decoder.sf_attn.",)
     if cfg.surfacefusion is None:

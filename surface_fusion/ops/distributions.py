@@ -58,11 +58,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
-    """``g lsm(z) + (1-g) lsm(s)``, mode hard: not normalised, the probabilities sum to at most 1.
+    """``g lsm(z) + (1-g) lsm(s)``, mode hard; the probabilities sum to at most 1.
 
-    Args:
-        logits: z and s, ``[..., 2, vocab]``.
-        gate: weight g of the first, a number or ``[..., 1]``.
+    *logits* are z and s, ``[..., 2, vocab]``; *gate* is g, a number or ``[..., 1]``.
     """
     tgt, src = log_softmax(logits).unbind(dim=-2)
     return torch.lerp(src, tgt, gate)

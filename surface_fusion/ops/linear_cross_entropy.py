@@ -250,14 +250,8 @@ class _Chunked(torch.autograd.Function):
         unit, d_x, d_matrix, d_gate = ctx.saved_tensors
         features_dtype, weight_dtype, gate_dtype = ctx.dtypes
         scale = grad_loss * unit
-        return (
-            _scaled(d_x, scale, features_dtype),
-            _scaled(d_matrix, scale, weight_dtype),
-            None,
-            None,
-            _scaled(d_gate, grad_loss, gate_dtype),
-            *(None,) * 2,
-        )
+        d_x, d_matrix = _scaled(d_x, scale, features_dtype), _scaled(d_matrix, scale, weight_dtype)
+        return d_x, d_matrix, None, None, _scaled(d_gate, grad_loss, gate_dtype), None, None
 
 
 def _compute_chunks(
@@ -275,7 +269,6 @@ def _compute_chunks(
         x: features, contiguous, N x 1 x C or N x 2 x C.
         matrix: V x C, of the same dtype.
         tokens: target, row weight and gate, N each.
-        unit, smoothing: see :func:`softmax_rows_torch_`.
         d_x, d_matrix: gradients of *x* and *matrix* to write, in units.
     """
     target, row_weight, gate = tokens

@@ -1,8 +1,4 @@
-"""One side of a batch without padding: the tokens of all sentences, concatenated.
-
-Rows ``starts[i]`` to ``starts[i + 1]`` are sentence i. :class:`Padding` maps them to the B x T matrix that
-fairseq's modules use.
-"""
+"""One side of a batch without padding: the tokens of all sentences, concatenated."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedRows:
-    """One side of a batch.
+    """One side of a batch; rows ``starts[i]`` to ``starts[i + 1]`` are sentence i.
 
     Attributes:
         tokens: N.

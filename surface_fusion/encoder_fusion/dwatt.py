@@ -80,9 +80,9 @@ class DWAtt(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        values = (norm(f(z)) for norm, f, z in zip(self.norms, self.values, states, strict=True))
         weights = self.weights(states[-1]).split(1, dim=-1)
-        return reduce(torch.add, map(torch.mul, weights, values), states[-1])
+        terms = zip(weights, self.norms, self.values, states, strict=True)
+        return reduce(torch.add, (weight * norm(value(z)) for weight, norm, value, z in terms), states[-1])
 
     def weights(self, last: Tensor) -> Tensor:
         """Attention weights of each position over the depths: ... x N, from the last state."""

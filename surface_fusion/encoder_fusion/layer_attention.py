@@ -27,9 +27,7 @@ class LayerAttention(FusionMethod):
     """The mixes of all decoder layers side by side.
 
     Args:
-        states: number N of states.
-        dim: their width C.
-        decoder_layers: M.
+        states, dim, decoder_layers: N, C and M.
         channels: one weight a channel, as fine-grained attention has.
         embedding: the first state is the embedding layer.
         embedding_dropout: its dropout rate.

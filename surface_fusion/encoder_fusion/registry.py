@@ -24,8 +24,7 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
         name: lower-case words separated by hyphens.
 
     Raises:
-        SurfaceFusionError: the name is not of this form or another class has it, or the class is not a method
-            or has a name already.
+        SurfaceFusionError: the name is not of this form, the class is no method, or either is registered.
     """
     if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name):
         raise SurfaceFusionError(f"--encoder-fusion {name}: give lower-case words separated by hyphens")

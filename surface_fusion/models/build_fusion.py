@@ -1,4 +1,4 @@
-"""Build the modules of encoder layer fusion from the configuration."""
+"""Build the modules of encoder layer fusion from a ``SurfaceFusionConfig``."""
 
 import copy
 import functools
@@ -11,11 +11,7 @@ from surface_fusion.encoder_fusion import Combination, EncoderFusion, FusionMeth
 
 
 def build_fusion(cfg: Any) -> FusionMethod | None:
-    """Build the module that fuses the encoder's states, or None if the method has none.
-
-    Args:
-        cfg: a :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
-    """
+    """Build the module that fuses the encoder's states, or None if the method has none."""
     method: Any = cfg.fusion_method
     if method is None or method.adds_layers or issubclass(method, Combination):
         return None

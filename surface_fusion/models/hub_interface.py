@@ -43,8 +43,7 @@ class TranslationHub(GeneratorHubInterface):
             For a single string, its result instead of a list of results.
 
         Raises:
-            SurfaceFusionError: *nbest* is less than 1 or more than *beam*, or a setting is unknown or out of
-                range.
+            SurfaceFusionError: *nbest* is not 1 to *beam*, or a setting is unknown or out of range.
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
@@ -121,8 +120,7 @@ class TranslationHub(GeneratorHubInterface):
             single token ``</s>`` and the score -inf. For a single string, its hypothesis alone.
 
         Raises:
-            SurfaceFusionError: the numbers of sentences and translations differ, or a setting is unknown or
-                out of range.
+            SurfaceFusionError: sentences and translations differ in number, or a setting is invalid.
         """
         _check_settings(kwargs)
         given = [translations] if isinstance(translations, str) else translations or []

@@ -23,10 +23,7 @@ def skip_decoder_layer(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, No
 
 
 class DepthKeepingLayerDrop(LayerDropModuleList):
-    """A list that yields each layer, or in training *skip* in place of a dropped one.
-
-    It drops the same layers as fairseq's list under the same seed.
-    """
+    """A list that yields *skip* for the layers that fairseq's list drops in training, under the same seed."""
 
     def __init__(self, layers: LayerDropModuleList, skip: Callable[..., Any]) -> None:
         super().__init__(layers.p, nn.ModuleList.__iter__(layers))

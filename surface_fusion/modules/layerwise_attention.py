@@ -20,9 +20,7 @@ from torch import Tensor
 def concatenate_layers(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
     """Concatenate all layers' outputs on the channel axis: S x B x (L C).
 
-    Args:
-        encoder_states: embedding layer and L layers, S x B x C each.
-        encoder_out: the last layer's output after the final LayerNorm, S x B x C.
+    *encoder_states* are the embedding layer and L layers, S x B x C each; *encoder_out* replaces the last.
     """
     return torch.cat([*encoder_states[1:-1], encoder_out], dim=-1)
 

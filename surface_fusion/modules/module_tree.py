@@ -52,7 +52,7 @@ class ModuleTree:
             self._all += [child for child in _children([module]) if child is not None]
         self._children = _children(self._all)
         self._all_plain = all(type(module).train in self._plain_train for module in self._all)
-        # These methods only pass the number of updates on to submodules.
+        # fairseq's two methods only pass the number on to submodules.
         skipped = (None, BaseFairseqModel.set_num_updates, FairseqEncoder.set_num_updates)
         self._counting = [
             module

@@ -1,7 +1,7 @@
 """Measure BLEU without one encoder layer in the fusion: figure 2 of SurfaceFusion (Liu et al., 2021).
 
-When decoding, the weight of one layer in the fusion is set to zero. The encoder still runs all layers, and
-the other weights do not change. BLEU and length are relative to those of the full model.
+In decoding, the weight of one layer in the fusion is zero. The encoder still runs all layers, and the other
+weights do not change.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ class Ablation(NamedTuple):
 @contextlib.contextmanager
 def silenced(fusion: Any, state: int) -> Iterator[None]:
     """Set the weight of state number *state* (from 0) in *fusion* to zero inside the block."""
-    if not isinstance(fusion, LayerAttention):
+    if isinstance(fusion, LayerAttention):
+        fusion.silenced.append(state)
+        try:
+            yield
+        finally:
+            fusion.silenced.remove(state)
+    else:
         with fusion.register_forward_pre_hook(
             lambda _, args: ([torch.zeros_like(x) if n == state else x for n, x in enumerate(args[0])],)
         ):
             yield
-        return
-    fusion.silenced.append(state)
-    try:
-        yield
-    finally:
-        fusion.silenced.remove(state)
 
 
 def translate(loaded: Loaded, beam: int, post_process: str | None) -> tuple[Score, int]:

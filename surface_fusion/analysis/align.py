@@ -1,7 +1,6 @@
 """Attention of each target token of a sentence pair to the source.
 
-There are two: the surface attention, and the cross attention of the last decoder layer. The weights are
-averaged over heads; over the source tokens they sum to 1.
+There are two: the surface attention, and the cross attention of the last decoder layer; mean over heads.
 """
 
 from contextlib import nullcontext

@@ -1,10 +1,9 @@
 """Predictions of the two branches of the softmax layer, for each token of the references.
 
-The target branch has the features h and the logits z = E h, the surface branch the features r and the logits
-s = E r (``models/decoder.py``). For each token, the table has the most probable word under z, s and the
-fused distribution, the probability of the reference token under each, and the gate. The surface branch
-*decides* a token if the most probable word of the fused distribution differs from that of the target branch.
-It *copies* if its most probable word is in the source sentence and is not a special symbol.
+For each token, the table has the most probable word under the logits z and s of target and surface branch
+(``models/decoder.py``) and the fused distribution, the probability of the reference token under each, and the
+gate. The surface branch *decides* a token if the most probable word of the fused distribution differs from
+that of the target branch. It *copies* if its most probable word is in the source and not a special symbol.
 """
 
 from collections.abc import Iterator
@@ -65,10 +64,7 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
 
 
 def _source_ids(source: Any, target: Any) -> Tensor:
-    """Map each id of the target dictionary to the word's id in the source dictionary.
-
-    Special symbols and words that are not in the source dictionary are mapped to -1.
-    """
+    """Each target word's id in the source dictionary, -1 for special symbols and words that it lacks."""
     words = [target[i] for i in range(target.nspecial, len(target))]
     return torch.tensor([-1] * target.nspecial + [source.indices.get(word, -1) for word in words])
 

@@ -6,8 +6,7 @@
 * Neighbours: the target words with the largest cosine for each of the most frequent source words. With a
   joined dictionary, the source word itself is excluded, with or without its subword mark.
 
-Only the words that occur in the split on that side are used. If both sides share one matrix, each side is a
-selection of its rows.
+Only the words that occur in the split on that side are used, also if both sides share one matrix.
 """
 
 from collections import Counter
@@ -53,22 +52,18 @@ def log_singular_values(embedding: Tensor) -> Tensor:
 def principal_plane(embedding: Tensor) -> Tensor:
     """Return the coordinates (W x 2) of W words on the first two principal components."""
     centred = embedding - embedding.mean(0)
-    coordinates: Tensor = centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].t()
-    return coordinates
+    return centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].t()
 
 
 def neighbours(
     source: Tensor, target: Tensor, count: int, excluded: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the rows of *target* with the largest cosine to each row of *source*.
+    """Return the largest cosines to each row of *source* and their rows of *target*, S x count each.
 
     Args:
         source, target: embeddings, S x C and T x C.
-        count: number of neighbours per row, at most T.
+        count: number of neighbours per row; at most T are returned.
         excluded: S x T, True for pairs that are not neighbours; their cosine is -inf.
-
-    Returns:
-        Cosines and row indices of *target*, S x count each, the nearest first.
     """
     cosine = F.normalize(source, dim=1) @ F.normalize(target, dim=1).t()
     if excluded is not None:
@@ -113,11 +108,8 @@ def _draw_singular_values(curves: dict[str, Tensor], out: Path) -> list[Path]:
     figure, axes = pyplot().subplots(figsize=(5, 3.4), layout="constrained")
     for name, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve.tolist(), "--" if "other" in name else "-", label=name)
-    axes.set(
-        title="singular values of the embeddings",
-        xlabel="singular value",
-        ylabel="log of its ratio to the first",
-    )
+    axes.set(title="singular values of the embeddings", xlabel="singular value")
+    axes.set_ylabel("log of its ratio to the first")
     axes.legend()
     return [table, *save_figure(figure, out / "singular_values")]
 

@@ -1,7 +1,4 @@
-"""Explain a translation token by token: the predictions of each branch and the attention to the source.
-
-These are the contents of ``analyse branches`` and ``analyse align``, for one sentence and its translation.
-"""
+"""Explain a translation token by token, by the contents of ``analyse branches`` and ``analyse align``."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,11 @@ def loaded_pair(model: Any, task: Any, source: Tensor, target: Tensor) -> Loaded
 
 
 def explain(loaded: Loaded, out: Path | None = None) -> list[str]:
-    """Return the lines of a table with a row per token of the only sentence in *loaded*.
-
-    With surface fusion, the last line explains the marks.
+    """Return the lines of a table with a row per token; with surface fusion, the last explains the marks.
 
     Args:
         loaded: from :func:`loaded_pair`.
-        out: folder to also write ``branches.csv`` (with surface fusion) and ``align_*`` to.
+        out: folder to also write ``branches*.csv`` (with surface fusion) and ``align_*`` to.
     """
     dictionary = loaded.task.target_dictionary
     columns = {"token": [dictionary[i] for i in loaded.task.dataset(loaded.split)[0]["target"].tolist()]}

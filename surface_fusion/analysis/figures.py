@@ -74,10 +74,8 @@ def heat_map(
     """Draw *values* as a heat map, the first row at the bottom.
 
     Args:
-        values: a list per row.
         rows, columns: names. If not all fit, only every n-th is drawn. Not parsed as markup.
-        row_label, column_label: labels of the axes.
-        title: title of the figure.
+        row_label, column_label, title: texts of the axes and of the figure.
         numbers: whether to write the values into the cells.
     """
     plt = pyplot()

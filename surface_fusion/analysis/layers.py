@@ -1,7 +1,6 @@
 """Weights of the encoder layers in a fusion: figure 1 of SurfaceFusion (Liu et al., ICLR 2021).
 
-The method's ``layer_shares`` computes them. If they depend on the position, their mean over the data is
-shown.
+The method's ``layer_shares`` computes them; weights that depend on the position are averaged over the data.
 """
 
 import math

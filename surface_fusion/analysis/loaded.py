@@ -35,8 +35,8 @@ class Loaded:
     def batches(self, max_tokens: int = 4000) -> Iterator[dict[str, Any]]:
         """Yield the split in fairseq's batches, on the model's device.
 
-        A batch has at most *max_tokens* tokens, or the length of the longest sentence if that is larger.
-        Sentences that exceed the model's positions are left out, with a warning.
+        A batch has at most *max_tokens* tokens, or one longer sentence. Sentences that exceed the model's
+        positions are left out, with a warning.
         """
         device = next(self.model.parameters()).device
         dataset = self.task.dataset(self.split)

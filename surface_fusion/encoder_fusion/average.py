@@ -3,6 +3,9 @@
 On the encoder's output. No parameters.
 """
 
+from functools import reduce
+
+import torch
 from torch import Tensor
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
@@ -18,10 +21,7 @@ class Average(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        total = states[0]
-        for state in states[1:]:
-            total = total + state
-        return total / len(states)
+        return reduce(torch.add, states) / len(states)
 
     def layer_shares(self, states: list[Tensor]) -> Tensor:
         """1/N: N."""

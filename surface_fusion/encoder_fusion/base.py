@@ -4,8 +4,7 @@ States are the outputs z_1 ... z_L of the encoder's layers, before its final Lay
 with ``--encoder-fusion-embedding`` by the encoder's input z_0: N tensors of ... x C, in any layout. A method
 must treat each position separately: the modules pass S x B x C, training without padding passes rows x C.
 
-:class:`EncoderFusion` acts on the encoder's output. The other two places have base classes of their own:
-``LayerAttention`` mixes the states for each decoder layer, ``Combination`` acts inside both stacks.
+The other two places have base classes of their own: ``LayerAttention`` and ``Combination``.
 """
 
 from typing import Any, ClassVar
@@ -58,8 +57,7 @@ class EncoderFusion(FusionMethod):
     weights of the states: N, or ... x N if they depend on the position.
 
     Args:
-        states: number N of states.
-        dim: their width C.
+        states, dim: number N of states and their width C.
     """
 
     place = "on the encoder's output"

@@ -3,6 +3,8 @@
 On the encoder's output. Parameters: N C^2; 1,572,864 for C = 512 and 6 layers.
 """
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,10 +35,7 @@ class Concat(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        total = F.linear(states[0], self.weight[0])
-        for state, weight in zip(states[1:], self.weight[1:], strict=True):
-            total = total + F.linear(state, weight)
-        return total
+        return reduce(torch.add, (F.linear(z, w) for z, w in zip(states, self.weight, strict=True)))
 
     @torch.no_grad()
     def start_as_plain(self) -> None:

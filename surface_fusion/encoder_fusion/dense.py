@@ -10,6 +10,8 @@ Inside encoder and decoder. Parameters of a stack of L layers: ``(L (L + 3) / 2)
 512 and 6 layers, twice that for both stacks; with ``--no-encoder-fusion-embedding`` L C^2 less each.
 """
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +44,4 @@ class Dense(Combination):
         if depth == 0:
             return kept[0]
         maps = self.maps[depth - 1].unbind()
-        total = F.linear(kept[0], maps[0])
-        for y, weight in zip(kept[1:], maps[1:], strict=True):
-            total = total + F.linear(y, weight)
-        return total
+        return reduce(torch.add, (F.linear(y, weight) for y, weight in zip(kept, maps, strict=True)))

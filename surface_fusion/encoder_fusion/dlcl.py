@@ -11,6 +11,8 @@ with ``--no-encoder-fusion-embedding``) and ``L + 1`` LayerNorms (post-norm: L) 
 6 layers post-norm, twice that for both stacks.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -46,13 +48,8 @@ class DLCL(Combination):
     def combine(self, kept: list[Tensor], depth: int) -> Tensor:
         """x_{l+1}, ... x C."""
         row = self.row(depth).to(kept[0].dtype).unbind()
-        total = row[0] * kept[0]
-        for weight, y in zip(row[1:], kept[1:], strict=True):
-            total = total + weight * y
-        if self.normalize_before or depth == 0:
-            return total
-        normed: Tensor = self.norms[depth - 1](total)
-        return normed
+        total = reduce(torch.add, (weight * y for weight, y in zip(row, kept, strict=True)))
+        return total if self.normalize_before or depth == 0 else self.norms[depth - 1](total)
 
     def row(self, depth: int) -> Tensor:
         """W^{l+1} for l = *depth*."""

@@ -12,6 +12,7 @@ On the encoder's output. Parameters: ``(N + 1) (2 d b + 2 b) + 2 N d + (d_pos + 
 512 and 6 layers, 26,314,752 for RoBERTa-large (d = 1024, 24 layers; the paper prints 26.33 million).
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to *x*, ... x d."""
-        hidden: Tensor = self.up(self.norm(F.gelu(self.down(x))))
-        return hidden
+        return self.up(self.norm(F.gelu(self.down(x))))
 
 
 @register_encoder_fusion("dwatt")
@@ -55,12 +55,12 @@ class DWAtt(EncoderFusion):
         self, states: int, dim: int, bottleneck: int = 0, d_pos: int = 24, scaling: bool = False
     ) -> None:
         super().__init__(states, dim)
-        inner = bottleneck or dim // 2
+        bottleneck = bottleneck or dim // 2
         self.scale = dim**-0.5 if scaling else 1.0
         self.register_buffer("positions", torch.rand(states, d_pos))
         self.key: Any = nn.Linear(d_pos, dim)
-        self.query: Any = Bottleneck(dim, inner)
-        self.values = nn.ModuleList(Bottleneck(dim, inner) for _ in range(states))
+        self.query: Any = Bottleneck(dim, bottleneck)
+        self.values = nn.ModuleList(Bottleneck(dim, bottleneck) for _ in range(states))
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(states))
 
     @classmethod
@@ -80,12 +80,9 @@ class DWAtt(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        last = states[-1]
-        weights = self.weights(last)
-        out = last
-        for n, (state, value, norm) in enumerate(zip(states, self.values, self.norms, strict=True)):
-            out = out + weights[..., n : n + 1] * norm(value(state))
-        return out
+        weights = self.weights(states[-1]).split(1, dim=-1)
+        terms = zip(weights, self.norms, self.values, states, strict=True)
+        return reduce(torch.add, (weight * norm(value(z)) for weight, norm, value, z in terms), states[-1])
 
     def weights(self, last: Tensor) -> Tensor:
         """Attention weights of each position over the depths: ... x N, from the last state."""

@@ -1,10 +1,7 @@
-"""Extra layers: the encoder with n more Transformer layers on top (DWAtt's Base_+n, 2024).
-
-A fair baseline for methods that add parameters.
+"""Extra layers: the encoder with n more Transformer layers on top (DWAtt's Base_+n, 2024), appended to
+``encoder.layers``; a fair baseline for methods that add parameters.
 
 On the encoder's output. Parameters: ``4 C^2 + 2 C F + 9 C + F`` per layer; 3,152,384 for C = 512, F = 2,048.
-
-The layers are appended to ``encoder.layers``.
 """
 
 from collections.abc import Iterable

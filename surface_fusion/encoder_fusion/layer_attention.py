@@ -4,9 +4,8 @@
 
 M decoder layers, N states: the encoder's layers and, with ``--encoder-fusion-embedding``, the embedding layer
 before them. Its state is the word embeddings without positions (``--ta-posedemb``: with), through dropout
-and, in a post-norm encoder, a LayerNorm of their own.
-One LayerNorm is shared by all m. ``--ta-dropout`` drops elements of w, without renormalising it (with
-``--ta-dropconnect``: of W), and of the mix.
+and, in a post-norm encoder, a LayerNorm of their own. One LayerNorm is shared by all m. ``--ta-dropout``
+drops elements of w, without renormalising it (with ``--ta-dropconnect``: of W), and of the mix.
 
 Methods: ``transparent.py`` and ``fine_grained.py``. Parameters beyond those that they state: with the
 embedding layer, post-norm adds 2 C. ``--ta-ffn`` adds ``2 C F + F + 3 C``: each state z becomes
@@ -28,9 +27,7 @@ class LayerAttention(FusionMethod):
     """The mixes of all decoder layers side by side.
 
     Args:
-        states: number N of states.
-        dim: their width C.
-        decoder_layers: M.
+        states, dim, decoder_layers: N, C and M.
         channels: one weight a channel, as fine-grained attention has.
         embedding: the first state is the embedding layer.
         embedding_dropout: its dropout rate.
@@ -112,7 +109,10 @@ class LayerAttention(FusionMethod):
         With the embedding layer the first state is the scaled embedding.
         """
         if self.embeds:
-            states = [self._embedding(states[0]), *states[1:]]
+            embed = self.embedding_dropout(states[0])
+            if self.embedding_norm is not None:
+                embed = self.embedding_norm(embed)
+            states = [embed, *states[1:]]
         states = [self._transform(state) for state in states]
         weight = self.layer_weights().to(states[0].dtype)
         if self.silenced:
@@ -137,10 +137,6 @@ class LayerAttention(FusionMethod):
         """Weight of each layer for each decoder layer, M x N; over channels the mean, as in the paper."""
         weight = self.layer_weights()
         return weight.mean(-1) if weight.dim() == 3 else weight
-
-    def _embedding(self, embed: Tensor) -> Tensor:
-        embed = self.embedding_dropout(embed)
-        return embed if self.embedding_norm is None else self.embedding_norm(embed)
 
     def _transform(self, state: Tensor) -> Tensor:
         if self.fc1 is None:

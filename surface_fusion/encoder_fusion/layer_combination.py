@@ -4,9 +4,7 @@ With y_0 the stack's input and y_l the output of layer l, layer l + 1 reads ``x_
 y_l)`` instead of y_l, and the stack's result is ``combine(y_0 ... y_L)``. With
 ``--no-encoder-fusion-embedding`` only layer 1 reads y_0, the embedding layer. Encoder and decoder have a
 combination each. Positions are combined separately, so incremental decoding needs no additional state.
-
-``Combination`` is the base class, ``CombinedLayers`` the list of layers that applies one. Memory is linear in
-the number of layers: the outputs are kept, which backward needs anyway.
+Memory is linear in the number of layers: the outputs are kept, which backward needs anyway.
 """
 
 from collections.abc import Iterator

@@ -5,6 +5,8 @@
 On the encoder's output. Parameters: ``8 C^2 + 8 C``; 2,101,248 for C = 512, whatever the depth.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from surface_fusion.encoder_fusion.base import EncoderFusion
@@ -23,8 +25,7 @@ class DepthwiseLSTM(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        memory: tuple[Tensor, Tensor] | None = None
+        memory: Any = None
         for state in states:
             memory = self.cell(state.reshape(-1, self.dim), memory)
-        assert memory is not None
         return memory[0].view(states[-1].shape)

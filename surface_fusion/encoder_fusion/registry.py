@@ -11,7 +11,6 @@ from surface_fusion.encoder_fusion.layer_combination import Combination
 from surface_fusion.errors import SurfaceFusionError
 
 BASES = (EncoderFusion, LayerAttention, Combination)
-PLACES = tuple(base.place for base in BASES)
 
 Method = TypeVar("Method", bound=type[FusionMethod])
 
@@ -25,8 +24,7 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
         name: lower-case words separated by hyphens.
 
     Raises:
-        SurfaceFusionError: the name is not of this form or another class has it, or the class is not a method
-            or has a name already.
+        SurfaceFusionError: the name is not of this form, the class is no method, or either is registered.
     """
     if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name):
         raise SurfaceFusionError(f"--encoder-fusion {name}: give lower-case words separated by hyphens")
@@ -57,9 +55,9 @@ def register_encoder_fusion(name: str) -> Callable[[Method], Method]:
 
 
 def methods(place: type[FusionMethod] = FusionMethod) -> dict[str, type[FusionMethod]]:
-    """Return the methods by name, in the order of ``PLACES``; with *place*, those of this base class."""
-    selected = ((name, m) for name, m in _methods.items() if issubclass(m, place))
-    return dict(sorted(selected, key=lambda pair: PLACES.index(pair[1].place)))
+    """Return the methods by name, in the order of ``BASES``; with *place*, those of this base class."""
+    selected = {name: method for name, method in _methods.items() if issubclass(method, place)}
+    return {name: method for base in BASES for name, method in selected.items() if issubclass(method, base)}
 
 
 def options_of(method: type[FusionMethod]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ Initially the result is the average.
 On the encoder's output. Parameters: ``C^2 + 2 C + 1``; 263,169 for C = 512.
 """
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,15 +39,11 @@ class Representation(EncoderFusion):
 
     def forward(self, states: list[Tensor]) -> Tensor:
         """Fuse N states of ... x C into ... x C."""
-        total = self.weigh(states[0]) * states[0]
-        for state in states[1:]:
-            total = total + self.weigh(state) * state
-        return total
+        return reduce(torch.add, (self.weigh(state) * state for state in states))
 
     def weigh(self, state: Tensor) -> Tensor:
         """The weight of each position of a state, ... x 1 from ... x C."""
-        weight: Tensor = self.weight(F.relu(self.hidden(state)))
-        return weight
+        return self.weight(F.relu(self.hidden(state)))
 
     def layer_shares(self, states: list[Tensor]) -> Tensor:
         """The weights w_n: ... x N."""

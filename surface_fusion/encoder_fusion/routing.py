@@ -11,6 +11,7 @@ and the capsules side by side are the result. The routing runs in float32.
 On the encoder's output. Parameters: ``N C^2``; 1,572,864 for C = 512 and 6 layers.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -65,10 +66,10 @@ class Routing(EncoderFusion):
             for state, weight in zip(states, self.votes, strict=True)
         ]
         agreement = [votes[0].new_zeros(votes[0].shape[:-1])] * len(votes)
-        capsules = self._capsules(votes, agreement)
+        capsules = _output_capsules(votes, agreement)
         for _ in range(self.iterations - 1):
             agreement = [b + (capsules * v).sum(-1) for b, v in zip(agreement, votes, strict=True)]
-            capsules = self._capsules(votes, agreement)
+            capsules = _output_capsules(votes, agreement)
         return capsules.flatten(-2).to(states[-1].dtype)
 
     def layer_shares(self, states: list[Tensor]) -> Tensor:
@@ -76,12 +77,11 @@ class Routing(EncoderFusion):
         norms = self.votes.flatten(1).norm(dim=1)
         return norms / norms.sum()
 
-    def _capsules(self, votes: list[Tensor], agreement: list[Tensor]) -> Tensor:
-        """... x K x C/K from N votes of that shape and N agreements of ... x K."""
-        total = torch.zeros_like(votes[0])
-        for vote, b in zip(votes, agreement, strict=True):
-            total = total + F.softmax(b, dim=-1)[..., None] * vote
-        return squash(total)
+
+def _output_capsules(votes: list[Tensor], agreement: list[Tensor]) -> Tensor:
+    """... x K x C/K from N votes of that shape and N agreements of ... x K."""
+    weighted = (F.softmax(b, dim=-1)[..., None] * v for b, v in zip(agreement, votes, strict=True))
+    return squash(reduce(torch.add, weighted))
 
 
 def squash(x: Tensor) -> Tensor:

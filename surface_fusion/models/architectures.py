@@ -1,7 +1,4 @@
-"""Named architectures for ``-a NAME``. Each sets sizes, then calls :func:`base_architecture`.
-
-That function also fills in defaults, translates old flags and checks the training flags.
-"""
+"""Named architectures for ``-a NAME``. Each sets sizes, then calls :func:`base_architecture`."""
 
 import logging
 from argparse import Namespace
@@ -17,15 +14,13 @@ from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_DROPOUT = 0.1
-"""Default of ``--attention-dropout`` with ``--surfacefusion``, as in the published code."""
+ATTENTION_DROPOUT = 0.1  # the default with --surfacefusion, as in the published code
 
 
 def _prepare(args: Any, plain_architecture: Callable[[Any], None] = plain.base_architecture) -> None:
     """Flatten YAML sections and set the default of ``--attention-dropout``; call it before sizes are set.
 
-    The default is 0.1 with ``--surfacefusion``, as in the published code, and otherwise that of
-    *plain_architecture*, mostly 0. If the two differ, one line is logged.
+    Without ``--surfacefusion`` the default is that of *plain_architecture*. If they differ, a line is logged.
     """
     flatten_sections(args)
     if getattr(args, "surfacefusion", None) is None or hasattr(args, "attention_dropout"):

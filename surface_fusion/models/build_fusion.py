@@ -1,4 +1,4 @@
-"""Build the modules of encoder layer fusion from the configuration."""
+"""Build the modules of encoder layer fusion from a ``SurfaceFusionConfig``."""
 
 import copy
 import functools
@@ -7,30 +7,19 @@ from typing import Any
 from fairseq import utils
 from fairseq.modules import FairseqDropout
 
-from surface_fusion.encoder_fusion import (
-    Combination,
-    EncoderFusion,
-    FusionMethod,
-    methods,
-)
+from surface_fusion.encoder_fusion import Combination, EncoderFusion, FusionMethod, methods
 
 
 def build_fusion(cfg: Any) -> FusionMethod | None:
-    """Build the module that fuses the encoder's states, or None if the method has none.
-
-    Args:
-        cfg: a :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
-    """
+    """Build the module that fuses the encoder's states, or None if the method has none."""
     method: Any = cfg.fusion_method
     if method is None or method.adds_layers or issubclass(method, Combination):
         return None
     encoder, embedding = cfg.encoder, cfg.encoder_fusion_embedding
     states, options = encoder.layers + embedding, cfg.fusion_options(method)
-    fusion: FusionMethod
     if issubclass(method, EncoderFusion):
-        fusion = method(states, encoder.embed_dim, **options)
-        return fusion
-    fusion = method(
+        return method(states, encoder.embed_dim, **options)
+    return method(
         states,
         encoder.embed_dim,
         cfg.decoder.layers,
@@ -48,7 +37,6 @@ def build_fusion(cfg: Any) -> FusionMethod | None:
         make_dropout=functools.partial(FairseqDropout, module_name="TransformerEncoder"),
         **options,
     )
-    return fusion
 
 
 def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
@@ -57,10 +45,7 @@ def build_combination(cfg: Any, stack: Any, dim: int) -> Combination | None:
     if method is None:
         return None
     embedding = not cfg.no_encoder_fusion_embedding
-    combination: Combination = method(
-        stack.layers, dim, stack.normalize_before, embedding, **cfg.fusion_options(method)
-    )
-    return combination
+    return method(stack.layers, dim, stack.normalize_before, embedding, **cfg.fusion_options(method))
 
 
 def with_extra_layers(cfg: Any) -> Any:

@@ -27,6 +27,7 @@ from surface_fusion.models.build_fusion import build_combination
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop, skip_decoder_layer
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer, wrap_layer
 from surface_fusion.modules.no_feed_forward import without_feed_forward
+from surface_fusion.modules.stacks import layers_of
 from surface_fusion.modules.surface_attention import SurfaceAttention
 from surface_fusion.modules.torchscript import NotScriptable
 from surface_fusion.modules.word_dropout import WordDropout
@@ -47,8 +48,8 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         self.dropout_module.module_name = "TransformerDecoder"  # for --retain-dropout-modules
         self.fast_decoding = FastDecoding()
         if cfg.memory_per_layer:
-            for i in range(len(self.layers)):
-                getattr(self.layers[i], "module", self.layers[i]).memory_index = i
+            for i, layer in enumerate(layers_of(self)):
+                layer.memory_index = i
         if self.decoder_layerdrop > 0:
             self.layers = DepthKeepingLayerDrop(self.layers, skip_decoder_layer)
         if cfg.target_word_dropout > 0:
@@ -84,10 +85,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
 
     @torch.no_grad()
     def start_as_plain(self) -> None:
-        """Initialise so that the target branch equals the plain decoder.
-
-        In the soft and postnorm modes the fused distribution does as well.
-        """
+        """Make the target branch, in the soft and postnorm modes the fusion too, equal the plain decoder."""
         zeroed = [self.fc2] if self.cfg.sf_ffn else []
         if self.cfg.surfacefusion == "att" and not self.paired and not self.cfg.mode.gated:
             zeroed.append(self.sf_attn.out_proj)
@@ -115,8 +113,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute logits as fairseq's decoder does; incremental decoding uses the fast path if possible.
 
-        On the fast path (:mod:`surface_fusion.decoding.incremental`), ``extra`` contains no inner states,
-        and no attention if ``make_generation_fast_`` has disabled it.
+        On the fast path, ``extra`` has no inner states, and after ``make_generation_fast_`` no attention.
         """
         state = None
         if incremental_state is not None:
@@ -226,10 +223,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
         log_probs: bool,
         sample: Optional[dict[str, Tensor]] = None,
     ) -> Tensor:
-        """Return the (log-)probabilities of the fused distribution, ... x V, in float32 at least.
-
-        In hard mode they sum to less than 1, as published.
-        """
+        """Return the fused (log-)probabilities, ... x V, float32 at least; of hard mode they sum below 1."""
         if self.cfg.surfacefusion is None:
             return super().get_normalized_probs(net_output, log_probs, sample)
         logits = net_output[0]

@@ -6,10 +6,9 @@
   input; they share the dropout mask of the encoder's input;
 * ``mean``, ``max``: one pooled vector per sentence, B x 1 x C, with its own dropout.
 
-fairseq reorders this entry in beam search like the others. ``encoder_out["encoder_out"]`` is the fusion of
-the layers' outputs (``--encoder-fusion``). If each decoder layer attends to a tensor of its own
-(``--layer-wise-attention``, transparent attention), these are concatenated on the channel axis, followed by
-the encoder's output, see ``modules/layerwise_attention.py``.
+``encoder_out["encoder_out"]`` is the fusion of the layers' outputs (``--encoder-fusion``). If each decoder
+layer attends to a tensor of its own (``modules/layerwise_attention.py``), these are concatenated on the
+channel axis; with ``att`` and layer attention the encoder's output follows them.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,6 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     if TYPE_CHECKING:  # TorchScript would read these annotations as attribute types
         layers: Any  # fairseq's ModuleList
         fusion: Any
-        """Fuses the layers' outputs into the encoder's output, or None."""
         combination: Any
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: Any, return_fc: bool = False) -> None:
@@ -89,8 +87,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
 
         def word_embeddings() -> Tensor:
             embed = self.embed_tokens(src_tokens) if token_embeddings is None else token_embeddings
-            scaled: Tensor = self.embed_scale * embed.transpose(0, 1)
-            return scaled
+            return self.embed_scale * embed.transpose(0, 1)
 
         states = fused_states(self.cfg, self.fusion, out["encoder_states"], word_embeddings)
         fused: Tensor = self.fusion(states)
@@ -103,10 +100,7 @@ class SurfaceFusionEncoder(NotScriptable, TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: Mapping[str, list[Tensor]], new_order: Tensor
     ) -> Mapping[str, list[Tensor]]:
-        """Reorder the batch: row i becomes row ``new_order[i]``.
-
-        Reordering is lazy: entries are gathered on first access; with ``--sf-plain`` it is eager.
-        """
+        """Reorder the batch on first access, with ``--sf-plain`` at once: row i becomes ``new_order[i]``."""
         if self.cfg.sf_plain:
             return super().reorder_encoder_out(encoder_out, new_order)
         if isinstance(encoder_out, ReorderedEncoderOut):

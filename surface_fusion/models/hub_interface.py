@@ -18,8 +18,6 @@ from surface_fusion.config.validation import check_names_of_generation
 from surface_fusion.errors import SurfaceFusionError
 
 MAX_TOKENS = 12000  # of a batch, the default
-NOT_SEARCH_SETTINGS = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
-"""Keywords of fairseq's ``generate`` that are not fields of ``GenerationConfig``."""
 
 Hypothesis = dict[str, Any]
 Sentences = str | Sequence[str]
@@ -30,9 +28,6 @@ class TranslationHub(GeneratorHubInterface):
 
     It returns one result per line, in the order of the lines. The translation of an empty line is empty. So
     is that of a line that exceeds the model's positions; a warning gives its number.
-
-    The training's ``--max-tokens`` and ``--batch-size`` do not limit batches; pass *max_tokens* or
-    *batch_size* to ``from_pretrained`` to limit them.
     """
 
     def translate(self, sentences: Sentences, beam: int = 5, verbose: bool = False, **kwargs: Any) -> Any:
@@ -48,8 +43,7 @@ class TranslationHub(GeneratorHubInterface):
             For a single string, its result instead of a list of results.
 
         Raises:
-            SurfaceFusionError: *nbest* is less than 1 or more than *beam*, or a setting is unknown or out of
-                range.
+            SurfaceFusionError: *nbest* is not 1 to *beam*, or a setting is unknown or out of range.
         """
         return self.sample(sentences, beam, verbose, **kwargs)
 
@@ -99,7 +93,8 @@ class TranslationHub(GeneratorHubInterface):
         Raises:
             SurfaceFusionError: as for :meth:`translate`.
         """
-        _check_settings({"beam": beam, **kwargs}, NOT_SEARCH_SETTINGS)
+        keywords = ("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn")
+        _check_settings({"beam": beam, **kwargs}, keywords)  # and the fields of GenerationConfig
         if nbest is not None and not 1 <= nbest <= beam:
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
@@ -125,8 +120,7 @@ class TranslationHub(GeneratorHubInterface):
             single token ``</s>`` and the score -inf. For a single string, its hypothesis alone.
 
         Raises:
-            SurfaceFusionError: the numbers of sentences and translations differ, or a setting is unknown or
-                out of range.
+            SurfaceFusionError: sentences and translations differ in number, or a setting is invalid.
         """
         _check_settings(kwargs)
         given = [translations] if isinstance(translations, str) else translations or []

@@ -26,8 +26,6 @@ class SurfaceFusionModel(TransformerModelBase):
     """Transformer with surface fusion and encoder layer fusion; without these flags, a plain Transformer.
 
     With ``--sf-plain`` and no fusion flag, it consists of fairseq's own encoder and decoder.
-
-    Flags: :class:`surface_fusion.config.flags.SurfaceFusionConfig`.
     """
 
     def __init__(self, cfg: Any, encoder: Any, decoder: Any) -> None:
@@ -91,11 +89,7 @@ class SurfaceFusionModel(TransformerModelBase):
                 batches to translate; the training's settings do not.
         """
         loaded = hub_utils.from_pretrained(
-            model_name_or_path,
-            checkpoint_file,
-            data_name_or_path,
-            archive_map=cls.hub_models(),
-            **kwargs,
+            model_name_or_path, checkpoint_file, data_name_or_path, archive_map=cls.hub_models(), **kwargs
         )
         settings = loaded["args"].dataset
         settings.batch_size = kwargs.get("batch_size")

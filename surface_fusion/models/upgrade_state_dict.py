@@ -1,12 +1,10 @@
 """Adapt checkpoints of the published code and of plain Transformers to a model.
 
 The published code allocates parameters that it never uses: a learned gate when the gate is fixed, linear
-maps without ``--sf-linear``, attention for mean and max. This package does not allocate them. A checkpoint
-of a plain Transformer has no fusion parameters.
+maps without ``--sf-linear``, attention for mean and max. This package does not allocate them.
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -41,35 +39,31 @@ NORM_FIRST = "encoder.fusion.ffn_norm_first"
 """A buffer of pre-norm models with ``--ta-ffn``; models of version 0.1.0 lack it."""
 
 OUR_ENCODER_FUSION = ("encoder.fusion.", "encoder.combination.", "decoder.combination.")
-ENCODER_FUSION_PARAMETERS = (*OUR_ENCODER_FUSION, *PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+PUBLISHED_ENCODER_FUSION = (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
+ENCODER_FUSION_PARAMETERS = OUR_ENCODER_FUSION + PUBLISHED_ENCODER_FUSION
 
 
 def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
     """Adapt *state_dict* to *model*, in place.
 
-    * Renames parameters of the published code, and drops those that it allocated but never used; logs one
-      line.
+    * Renames parameters of the published code, and drops those that it allocated but never used.
     * Drops the fusion parameters if *model* is a plain Transformer; logs a warning.
     * Keeps the model's initial fusion parameters if the checkpoint has none of surface fusion or of encoder
-      layer fusion; logs one line. If the method allows it, they are set so that the model initially equals
-      the plain Transformer.
+      layer fusion. If the method allows it, the model then initially equals the plain Transformer.
 
     Raises:
         SurfaceFusionError: some but not all fusion parameters are missing, trained parameters have no
             counterpart in the model, a shape differs, or the sizes of the dictionaries differ.
     """
     expected = model.state_dict()
-    published = all(name in state_dict for name in PUBLISHED)
     if model.cfg.memory_per_layer:
         _rename_layer_attention(state_dict, expected)
-    plain = model.cfg.surfacefusion is None and model.cfg.encoder_fusion is None
-    _drop_unused(model, state_dict, expected, published, plain)
+    _drop_unused(model.cfg, state_dict, expected)
     extra = tuple(f"encoder.layers.{i}." for i in model.cfg.extra_layer_numbers)
-    families: dict[str, tuple[tuple[str, ...], Callable[[Any], None]]] = {
-        "surface": (FUSION_PARAMETERS, lambda model: model.decoder.start_as_plain()),
-        "encoder layer": (OUR_ENCODER_FUSION + extra, _start_encoder_as_plain),
-    }
-    for family, (names, start_as_plain) in families.items():
+    for family, names, start_as_plain in (
+        ("surface", FUSION_PARAMETERS, lambda: model.decoder.start_as_plain()),
+        ("encoder layer", OUR_ENCODER_FUSION + extra, lambda: _start_encoder_as_plain(model)),
+    ):
         missing = [n for n in expected if n.startswith(names) and n not in state_dict]
         if not missing:
             continue
@@ -78,7 +72,7 @@ def adapt_state_dict(model: Any, state_dict: dict[str, Tensor]) -> None:
                 f"the checkpoint lacks the fusion parameters {', '.join(missing)}; give the flags that it "
                 "was trained with"
             )
-        start_as_plain(model)
+        start_as_plain()
         logger.info(
             f"the checkpoint has no {family} fusion: {len(missing)} fusion parameters keep their initial "
             f"values ({', '.join(missing)})"
@@ -95,12 +89,7 @@ def _start_encoder_as_plain(model: Any) -> None:
 
 
 def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Rename the published code's parameters of transparent attention to this package's names.
-
-    Raises:
-        SurfaceFusionError: a pre-norm model with ``--ta-ffn`` of version 0.1.0, which normalised after the
-            feed-forward layer.
-    """
+    """Rename the published code's parameters of transparent attention; refuse those of version 0.1.0."""
     published_ffn = any(name.startswith("encoder.layernorm_allsource.") for name in state_dict)
     if NORM_FIRST in expected and published_ffn:
         state_dict[NORM_FIRST] = expected[NORM_FIRST]
@@ -117,23 +106,19 @@ def _rename_layer_attention(state_dict: dict[str, Tensor], expected: dict[str, T
         )
 
 
-def _drop_unused(
-    model: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor], published: bool, plain: bool
-) -> None:
-    unused = [
-        name
-        for name in state_dict
-        if name.startswith(FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS) and name not in expected
-    ]
+def _drop_unused(cfg: Any, state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    names = FUSION_PARAMETERS + ENCODER_FUSION_PARAMETERS
+    unused = [name for name in state_dict if name.startswith(names) and name not in expected]
     if not unused:
         return
     # The published code allocates fc1 and fc2 only if they are used, but the attention also for mean and max.
-    never_used: tuple[str, ...] = (
-        PUBLISHED if model.cfg.surfacefusion == "att" else (*PUBLISHED, "decoder.sf_attn.")
-    )
-    never_used += (*PUBLISHED_LAYER_ATTENTION, "decoder.layer_positions")
-    if model.cfg.surfacefusion is None:
+    never_used = PUBLISHED + PUBLISHED_ENCODER_FUSION
+    if cfg.surfacefusion != "att":
+        never_used += ("decoder.sf_attn.",)
+    if cfg.surfacefusion is None:
         never_used += FUSION_PARAMETERS  # in the published code only gate 1 disables surface fusion
+    published = all(name in state_dict for name in PUBLISHED)
+    plain = cfg.surfacefusion is None and cfg.encoder_fusion is None
     if not plain and not (published and all(name.startswith(never_used) for name in unused)):
         raise _logged(
             f"the checkpoint was trained with fusion parameters that this model does not use "

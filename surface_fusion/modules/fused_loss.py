@@ -31,11 +31,5 @@ def fused_losses(
         gate = decoder.cfg.sf_gate
         if decoder.cfg.learned_gate:
             gate = decoder.gate(features[:, None]).flatten()
-    return linear_cross_entropy(
-        features,
-        decoder.output_projection.weight,
-        target,
-        weight,
-        smoothing=smoothing,
-        gate=gate,
-    )
+    matrix = decoder.output_projection.weight
+    return linear_cross_entropy(features, matrix, target, weight, smoothing=smoothing, gate=gate)

@@ -1,7 +1,7 @@
 """LayerDrop that keeps depth (Fan et al., 2019, https://arxiv.org/abs/1909.11556).
 
-fairseq's list skips dropped layers in its loop, so the index of "the output of layer 5" changes from step to
-step. Here a dropped layer is a pass-through, so the output after depth i always exists.
+fairseq's list skips dropped layers, so the index of "the output of layer 5" changes from step to step. Here a
+dropped layer is a pass-through, so the output after depth i always exists.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,7 @@ def skip_decoder_layer(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, No
 
 
 class DepthKeepingLayerDrop(LayerDropModuleList):
-    """A list that yields each layer, or in training *skip* in place of a dropped one.
-
-    It drops the same layers as fairseq's list under the same seed.
-    """
+    """A list that yields *skip* for the layers that fairseq's list drops in training, under the same seed."""
 
     def __init__(self, layers: LayerDropModuleList, skip: Callable[..., Any]) -> None:
         super().__init__(layers.p, nn.ModuleList.__iter__(layers))

@@ -1,12 +1,11 @@
 """Decoder layers that attend to their own slice of the encoder's output channels.
 
-With ``--layer-wise-attention`` slice i is the output of encoder layer i. For ``--encoder-fusion transparent``
-or ``fine-grained`` it is the mix for decoder layer i, which ``encoder_fusion/layer_attention.py`` computes.
+With ``--layer-wise-attention`` (He et al., "Layer-wise coordination between encoder and decoder", NeurIPS
+2018; a published flag) slice i is the output of encoder layer i, the last one after the encoder's final
+LayerNorm. With layer attention it is the mix for decoder layer i, see ``encoder_fusion/layer_attention.py``.
 
 The encoder returns all slices concatenated on the channel axis, S x B x (L C); fairseq's beam search reorders
-this tensor like any encoder output. With ``--layer-wise-attention`` (He et al., "Layer-wise coordination
-between encoder and decoder", NeurIPS 2018; a published flag) the last one is the output after the encoder's
-final LayerNorm, if there is one.
+this tensor like any encoder output.
 """
 
 from typing import Any
@@ -21,18 +20,15 @@ from torch import Tensor
 def concatenate_layers(encoder_states: list[Tensor], encoder_out: Tensor) -> Tensor:
     """Concatenate all layers' outputs on the channel axis: S x B x (L C).
 
-    Args:
-        encoder_states: embedding layer and L layers, S x B x C each.
-        encoder_out: the last layer's output after the final LayerNorm, S x B x C.
+    *encoder_states* are the embedding layer and L layers, S x B x C each; *encoder_out* replaces the last.
     """
     return torch.cat([*encoder_states[1:-1], encoder_out], dim=-1)
 
 
 class LayerwiseDecoderLayer(TransformerDecoderLayerBase):
-    """A decoder layer that attends to its own slice of the concatenated encoder outputs."""
+    """A decoder layer that attends to the slice of number *memory_index*, which the decoder sets."""
 
     memory_index: int
-    """Index of the slice to attend to; set by the decoder."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool = False) -> None:
         super().__init__(cfg, no_encoder_attn)

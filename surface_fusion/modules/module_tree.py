@@ -12,9 +12,6 @@ from typing import Any
 from fairseq.models import BaseFairseqModel, FairseqEncoder
 from torch import nn
 
-WALKERS = (BaseFairseqModel.set_num_updates, FairseqEncoder.set_num_updates)
-"""Methods that only pass the number of updates on to submodules."""
-
 
 class ModuleTree:
     """The cached modules below one root.
@@ -55,10 +52,12 @@ class ModuleTree:
             self._all += [child for child in _children([module]) if child is not None]
         self._children = _children(self._all)
         self._all_plain = all(type(module).train in self._plain_train for module in self._all)
+        # fairseq's two methods only pass the number on to submodules.
+        skipped = (None, BaseFairseqModel.set_num_updates, FairseqEncoder.set_num_updates)
         self._counting = [
             module
-            for module in dict.fromkeys(self._all)
-            if getattr(type(module), "set_num_updates", None) not in (None, *WALKERS) and module is not root
+            for module in dict.fromkeys(self._all[1:])
+            if getattr(type(module), "set_num_updates", None) not in skipped
         ]
 
     def in_mode(self, root: nn.Module, training: bool) -> bool:

@@ -1,7 +1,4 @@
-"""Layers without their feed-forward sublayer (``--no-encoder-fnn``, ``--no-decoder-fnn``; published flags).
-
-The sublayer and its LayerNorm are absent, with all their parameters.
-"""
+"""Layers without feed-forward sublayer and its LayerNorm (``--no-encoder-fnn``, ``--no-decoder-fnn``)."""
 
 from typing import Any
 

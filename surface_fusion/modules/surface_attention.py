@@ -52,7 +52,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         key_padding_mask: Tensor,
         incremental_state: dict[str, dict[str, Tensor | None]] | None = None,
     ) -> Tensor:
-        """Attend from *query* to *key* and return the weighted sum of *value*.
+        """Attend from *query* to *key* and return the weighted sum of *value*, B x T x C.
 
         Args:
             query: T x B x C.
@@ -60,9 +60,6 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
             value: B x S x C'.
             key_padding_mask: bool, B x S, true at padding.
             incremental_state: caches projected keys and values between decoding steps.
-
-        Returns:
-            B x T x C.
         """
         cache = None
         if incremental_state is not None:
@@ -86,11 +83,7 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         return self.out_proj(output.transpose(1, 2).flatten(2))
 
     def weights(self, query: Tensor, key: Tensor, key_padding_mask: Tensor) -> Tensor:
-        """Attention weights of each query over the source positions, without dropout: B x H x T x S.
-
-        Args:
-            query, key, key_padding_mask: as in :meth:`forward`.
-        """
+        """Attention weights of each query over the source positions, without dropout: B x H x T x S."""
         q = self.split_heads(self.q_proj(query.transpose(0, 1)))
         k = self.split_heads(self.k_proj(key.transpose(0, 1)))
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5

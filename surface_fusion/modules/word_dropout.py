@@ -3,10 +3,7 @@
 ``--source-word-dropout p``, ``--target-word-dropout p``: each word's embedding is zero with probability p and
 scaled by ``1 / (1 - p)`` otherwise; its position embedding is kept. A source word is dropped for the encoder,
 the surface and layer attention alike.
-
-The published code drops target words together with their positions. On the source side it keeps each word
-only with probability p (0.1 leaves a tenth of the sentence), replaces words at random, and computes the
-padding mask from the result; this is fixed here.
+The published code does otherwise, see ``docs/differences.md``.
 """
 
 import torch.nn.functional as F

@@ -36,13 +36,7 @@ def _relu_backward_kernel(
 
 
 def relu_backward(grad: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the ReLU's input, N x C, and its sum over the rows, C in float32.
-
-    Args:
-        grad: gradient of *h*, N x C.
-        h: result of ReLU and dropout, N x C.
-        scale: 1 / (1 - rate) of the dropout.
-    """
+    """Return du and its sum over the rows, C in float32, from dh, h and *scale*, ``1 / (1 - rate)``."""
     n, dim = h.shape
     du = torch.empty_like(grad)
     block, rows = min(triton.next_power_of_2(dim), 512), 8

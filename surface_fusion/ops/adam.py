@@ -4,8 +4,7 @@ w <- (1 - lr decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps)
 
 with m <- beta1 m + (1 - beta1) g, v <- beta2 v + (1 - beta2) g^2 (Kingma & Ba, 2015, in the order of the end
 of their section 2, whose epsilon is not bias-corrected; decay as in Loshchilov & Hutter, 2019). Tensors are
-1-D, of one shape; weights and moments are changed in place. :func:`fused_adam` is tested against
-:func:`plain_adam`.
+1-D, of one shape; weights and moments are changed in place.
 """
 
 import math
@@ -39,7 +38,7 @@ def plain_adam(
 def fused_adam(
     weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, steps: int, options: AdamOptions
 ) -> None:
-    """Same as :func:`plain_adam`, computed by torch's fused kernel.
+    """Same as :func:`plain_adam`, by torch's fused kernel; tested against it.
 
     The kernel divides by sqrt(v / (1 - beta2^t)) + eps; an epsilon of eps / sqrt(1 - beta2^t) gives the same.
     """

@@ -2,8 +2,8 @@
 
 ``s = residual + dropout(x W^T + b)``, ``y = LayerNorm(s)``, with x of N x D, and residual, s and y of N x C.
 
-On a GPU the product is followed by a kernel of ``add_norm_triton.py``, which is tested against torch's
-operations; these are used on a CPU, and tested against the formula.
+On a GPU a kernel of ``add_norm_triton.py`` follows the product. It is tested against torch's operations, and
+these, which are used on a CPU, against the formula.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def project_add_norm(
     rate: float = 0.0,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``s = residual + dropout(x W^T + b)`` and ``y = LayerNorm(s)``.
+    """Return ``s = residual + dropout(x W^T + b)`` and ``y = LayerNorm(s)``, N x C each.
 
     Args:
         x: N x D.
@@ -36,9 +36,6 @@ def project_add_norm(
         norm: LayerNorm's weight, bias and epsilon.
         rate: dropout probability.
         seed: seed of the kernel's dropout, an int32 scalar on the GPU; on a CPU torch's generator is used.
-
-    Returns:
-        s and y, N x C each.
     """
     weight, bias, eps = norm
     if use_kernels(x) and residual.shape[-1] <= WIDEST_ROW:

@@ -13,8 +13,8 @@ def capture(work: Callable[[], Result], stream: Any, pool: Any) -> tuple[torch.c
     """Capture the kernels that *work* launches; return the graph and the result of *work*.
 
     The kernels do not run. Unlike ``torch.cuda.graph`` this neither collects garbage nor empties the
-    allocator's cache for each graph, which takes seconds for all graphs of a training. Garbage collection is
-    disabled during the capture: freeing another model's graphs would invalidate it.
+    allocator's cache, which takes seconds in a training. Garbage collection is disabled during the capture:
+    freeing another model's graphs would invalidate it.
 
     Args:
         work: launches on the current stream without synchronising.

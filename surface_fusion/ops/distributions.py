@@ -16,8 +16,7 @@ hard, renorm.  (not published)                            ``lsm(E (g h + (1-g) r
 =============  =========================================  ===========================
 
 ``lsm`` ignores a constant per row and ``E`` is linear, so the soft modes and renormalised hard need
-one vocabulary projection, not two; the tests compare them with the published formulas. (SurfaceFusion: Liu et
-al., ICLR 2021, https://arxiv.org/abs/2012.14768.)
+one vocabulary projection, not two (SurfaceFusion: Liu et al., ICLR 2021, https://arxiv.org/abs/2012.14768).
 """
 
 from dataclasses import dataclass
@@ -59,20 +58,14 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def hard_log_probs(logits: Tensor, gate: Tensor | float) -> Tensor:
-    """``g lsm(z) + (1-g) lsm(s)``, mode hard: not normalised, the probabilities sum to at most 1.
+    """``g lsm(z) + (1-g) lsm(s)``, mode hard; the probabilities sum to at most 1.
 
-    Args:
-        logits: z and s, ``[..., 2, vocab]``.
-        gate: weight g of the first, a number or ``[..., 1]``.
+    *logits* are z and s, ``[..., 2, vocab]``; *gate* is g, a number or ``[..., 1]``.
     """
     tgt, src = log_softmax(logits).unbind(dim=-2)
     return torch.lerp(src, tgt, gate)
 
 
 def exponentiated_log_probs(tgt_logits: Tensor, src_logits: Tensor) -> Tensor:
-    """``lsm(exp(lsm(z) + lsm(s)))``, mode postnorm_v1; *src_logits* must already be scaled by tau.
-
-    Args:
-        tgt_logits, src_logits: ``[..., vocab]``.
-    """
+    """``lsm(exp(lsm(z) + lsm(s)))`` of ``[..., vocab]``, mode postnorm_v1; s is already scaled by tau."""
     return log_softmax((log_softmax(tgt_logits) + log_softmax(src_logits)).exp())

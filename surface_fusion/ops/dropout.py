@@ -1,7 +1,8 @@
-"""Dropout: on a CPU masks are drawn from 16-bit integers, faster than torch; on a GPU it is torch's own.
+"""Dropout: ``x mask / (1 - rate)``, where mask is 1 with probability 1 - rate and else 0; any shape.
 
-The result is ``x mask / (1 - rate)``, where mask is 1 with probability 1 - rate and else 0; any shape.
-Kernels that include dropout draw their masks by ``dropout_triton.py``. Tested by statistics of the masks.
+On a GPU it is torch's own. On a CPU torch draws a double per element, which takes as long as a matrix
+product. This draws 16 bits, so the rate is exact to 1/65,536. Kernels that include dropout draw their masks
+by ``dropout_triton.py``. Tested by statistics of the masks.
 """
 
 import math
@@ -12,11 +13,7 @@ from torch import Tensor
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Apply dropout to *x*; return *x* itself if *rate* is 0.
-
-    On a CPU torch draws a double per element, which takes as long as a matrix product. This draws 16 bits, so
-    the rate is exact to 1/65,536.
-    """
+    """Apply dropout to *x*; return *x* itself if *rate* is 0."""
     if rate <= 0:
         return x
     if x.is_cuda or rate >= 1:

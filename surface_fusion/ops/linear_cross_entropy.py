@@ -14,8 +14,6 @@ single   N x C          sum_n w_n ce(E x_n)
 paired   N x 2 x C      sum_n w_n (g ce(E h_n) + (1-g) ce(E r_n)), published hard fusion
 =======  =============  =============================================================
 
-The oracle is :func:`linear_cross_entropy_plain`, which is tested against the formula.
-
 Logits are computed for one chunk of rows at a time. A kernel overwrites them with their gradient G, and both
 products of the backward pass, G E and G^T X, are computed at once: three GEMMs and one kernel per chunk.
 ``backward`` only multiplies by the incoming gradient, which includes the loss scale.
@@ -25,7 +23,6 @@ the size of a smoothing term, keeps full precision. The products are accumulated
 gradient and the unit are applied there, before the cast to float16.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,14 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.distributions import log_softmax
 from surface_fusion.ops.precision import accumulation_dtype, at_least_float32
 
 CHUNK_BYTES = {"cuda": 576 * 2**20, "cpu": 16 * 2**20}
 """Size of the logits of one chunk. On a GPU 4096 or 8192 rows fill the 132 multiprocessors of an H100; on a
 CPU the chunk should fit into the caches, but smaller products are slower."""
-
-LEAST_CHUNK_ROWS = 64
 
 GRADIENT_RANGE = 1024.0
 """The largest gradient of a logit, in units; float16 then resolves 6e-8 units."""
@@ -171,10 +167,9 @@ def softmax_rows_torch_(
             logits.copy_(x)
 
 
-@cache
-def _softmax_rows(device_type: str, dtype: torch.dtype) -> Callable[..., None]:
-    """Return the implementation for a device and dtype."""
-    if device_type == "cuda" and dtype != torch.float64 and importlib.util.find_spec("triton"):
+def _softmax_rows(x: Tensor) -> Callable[..., None]:
+    """Return the implementation for *x*."""
+    if x.is_cuda and use_kernels(x):
         from surface_fusion.ops.linear_cross_entropy_triton import softmax_rows_
 
         return softmax_rows_
@@ -207,13 +202,8 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def row_stride(vocab: int) -> int:
-    """Distance of two rows of logits: a multiple of 64 elements, so that loads are vectorised."""
-    return -(-vocab // 64) * 64
-
-
 def _chunk_rows(row_bytes: int, device_type: str) -> int:
-    rows = max(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // row_bytes, LEAST_CHUNK_ROWS)
+    rows = max(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // row_bytes, 64)
     return 1 << (rows.bit_length() - 1)
 
 
@@ -232,12 +222,11 @@ class _Chunked(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.dtypes = features.dtype, weight.dtype, gate.dtype if isinstance(gate, Tensor) else None
-        ctx.shape = features.shape
         device_type = features.device.type
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else features.dtype
         exact = accumulation_dtype(dtype)
-        x, matrix = features.to(dtype).reshape(-1, features.shape[-1]), weight.to(dtype)
+        x, matrix = features.to(dtype).contiguous(), weight.to(dtype)
         row_weight = row_weight.to(exact).contiguous()
         unit = torch.linalg.vector_norm(row_weight, float("inf")).clamp_min(1e-30) / GRADIENT_RANGE
         if isinstance(gate, float | int):
@@ -261,15 +250,8 @@ class _Chunked(torch.autograd.Function):
         unit, d_x, d_matrix, d_gate = ctx.saved_tensors
         features_dtype, weight_dtype, gate_dtype = ctx.dtypes
         scale = grad_loss * unit
-        gradient = _scaled(d_x, scale, features_dtype)
-        return (
-            None if gradient is None else gradient.view(ctx.shape),
-            _scaled(d_matrix, scale, weight_dtype),
-            None,
-            None,
-            _scaled(d_gate, grad_loss, gate_dtype),
-            *(None,) * 2,
-        )
+        d_x, d_matrix = _scaled(d_x, scale, features_dtype), _scaled(d_matrix, scale, weight_dtype)
+        return d_x, d_matrix, None, None, _scaled(d_gate, grad_loss, gate_dtype), None, None
 
 
 def _compute_chunks(
@@ -284,25 +266,23 @@ def _compute_chunks(
     """Return the sums of :func:`softmax_rows_torch_` for all tokens, 4 x N; write the gradients.
 
     Args:
-        x: flattened features, N x C or 2N x C.
+        x: features, contiguous, N x 1 x C or N x 2 x C.
         matrix: V x C, of the same dtype.
         tokens: target, row weight and gate, N each.
-        unit, smoothing: see :func:`softmax_rows_torch_`.
         d_x, d_matrix: gradients of *x* and *matrix* to write, in units.
     """
     target, row_weight, gate = tokens
-    n, vocab = len(target), len(matrix)
-    branches = len(x) // n
+    (n, branches, _), vocab = x.shape, len(matrix)
     sums = torch.empty(4, n, dtype=row_weight.dtype, device=x.device)
-    stride = row_stride(vocab)
+    stride = -(-vocab // 64) * 64  # of the rows of logits; loads are vectorised at a multiple of 64
     step = min(max(_chunk_rows(stride * x.dtype.itemsize, x.device.type) // branches, 1), n)
     buffer = torch.empty(step * branches, stride, dtype=x.dtype, device=x.device)
-    softmax_rows_ = _softmax_rows(x.device.type, x.dtype)
+    softmax_rows_ = _softmax_rows(x)
     for start in range(0, n, step):
         chunk = slice(start, min(start + step, n))
-        rows = slice(chunk.start * branches, chunk.stop * branches)
-        logits = buffer[: rows.stop - rows.start, :vocab]
-        torch.mm(x[rows], matrix.t(), out=logits)
+        rows = x[chunk].flatten(0, 1)
+        logits = buffer[: len(rows), :vocab]
+        torch.mm(rows, matrix.t(), out=logits)
         softmax_rows_(
             logits.unflatten(0, (-1, branches)),
             target[chunk],
@@ -314,7 +294,7 @@ def _compute_chunks(
             d_x is not None or d_matrix is not None,
         )
         if d_x is not None:
-            _add_product(d_x[rows], logits, matrix, beta=0)
+            _add_product(d_x[chunk].flatten(0, 1), logits, matrix, beta=0)
         if d_matrix is not None:
-            _add_product(d_matrix, logits.t(), x[rows], beta=int(start > 0))
+            _add_product(d_matrix, logits.t(), rows, beta=int(start > 0))
     return sums

@@ -2,9 +2,8 @@
 
 ``softmax(Q K^T / sqrt(d)) V`` per sentence and head, with Q of N x H x d and K, V of M x H x d.
 
-On a GPU the kernels of ``packed_attention_triton.py`` need no padding; they are tested against
-:func:`attend_padded`. On a CPU :func:`attend_padded` pads the sentences for torch's
-``scaled_dot_product_attention``; it is tested against the formula in a loop over sentences.
+On a GPU the kernels of ``packed_attention_triton.py`` need no padding. On a CPU :func:`attend_padded` pads
+the sentences for torch's ``scaled_dot_product_attention``; it is tested against a loop over sentences.
 """
 
 from typing import Any

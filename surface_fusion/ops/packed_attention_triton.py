@@ -1,7 +1,6 @@
-"""Triton: attention over packed rows, forward and backward; see ``packed_attention.py``.
+"""Triton: attention over packed rows, forward and backward; operation and shapes: ``packed_attention.py``.
 
-``softmax(Q K^T / sqrt(D)) V`` per sentence and head, with Q of N x H x D and K, V of M x H x D, the last axis
-contiguous. Tested against :func:`surface_fusion.ops.packed_attention.attend_padded`.
+The last axis is contiguous. Tested against :func:`surface_fusion.ops.packed_attention.attend_padded`.
 
 A block of query rows covers a few neighbouring sentences, whose keys are neighbours as well. The block reads
 the keys from the start of its first sentence to the end of its last, and masks keys of other sentences by

@@ -1,8 +1,4 @@
-"""One side of a batch without padding: the tokens of all sentences, concatenated.
-
-Rows ``starts[i]`` to ``starts[i + 1]`` are sentence i. :class:`Padding` maps them to the B x T matrix that
-fairseq's modules use.
-"""
+"""One side of a batch without padding: the tokens of all sentences, concatenated."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedRows:
-    """One side of a batch.
+    """One side of a batch; rows ``starts[i]`` to ``starts[i + 1]`` are sentence i.
 
     Attributes:
         tokens: N.
@@ -36,7 +32,7 @@ class PackedRows:
         columns = torch.arange(width, device=lengths.device)
         rows = (self.starts[:-1, None] + columns).clamp(max=len(self.sentence) - 1)
         mask = columns < lengths[:, None]
-        return Padding(mask, rows.flatten(), self.sentence * width + self.positions, len(self.sentence))
+        return Padding(mask, rows.flatten(), self.sentence * width + self.positions)
 
 
 class Padding(NamedTuple):
@@ -46,15 +42,13 @@ class Padding(NamedTuple):
         mask: bool, B x T, false at padding.
         row: the row at each of the B T positions; any row at padding.
         position: the position of each of the N rows.
-        rows: N.
     """
 
     mask: Tensor
     row: Tensor
     position: Tensor
-    rows: int
 
     @property
     def empty(self) -> bool:
         """Whether all sentences have the same length, so that there is no padding."""
-        return self.rows == self.mask.numel()
+        return self.position.numel() == self.mask.numel()

@@ -123,7 +123,7 @@ def free_port() -> int:
         return port
 
 
-def coldrate(records: Sequence[dict[str, Any]], updates: int) -> tuple[float, int]:
+def cold_rate(records: Sequence[dict[str, Any]], updates: int) -> tuple[float, int]:
     """Return tokens per second of the first *updates* updates, and their number, which may be lower."""
     n = min(updates, *(len(record["seconds"]) for record in records))
     return rate(records, 0, n, pauses=True), n
@@ -226,7 +226,7 @@ def measure(
     columns["pairs"] = records[0]["pairs"]
     peak = max(record["peak_gib"] for record in records)
     run.add("memory", contender, {"part": "training", **columns}, peak, "GiB")
-    speed, updates = coldrate(records, args.cold)
+    speed, updates = cold_rate(records, args.cold)
     run.add("train", contender, {**columns, "phase": "cold", "updates": updates}, speed, "tok/s")
     for phase, pauses in (("steady", True), ("steady_within_epoch", False)):
         speeds = steady_rates(records, args.window, pauses)

@@ -18,6 +18,7 @@ from surface_fusion.cli.atomic_outputs import atomic_data_folder, atomic_results
 from surface_fusion.cli.checkpoint_flags import add_trust_flag, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import subword_hint
+from surface_fusion.cli.training_defaults import with_training_defaults
 from surface_fusion.cli.user_errors import OneLineParser, refuse, user_line
 from surface_fusion.cli.verbs import SUMMARIES
 from surface_fusion.compat.patching import replaced
@@ -40,6 +41,7 @@ class FairseqVerb:
         uses_model: whether it takes ``--trust-checkpoint`` and the flags of an architecture and a task.
         needs_path: whether it cannot run without ``--path``.
         defaults: flags prepended to the user's, which take precedence.
+        complete: adds flags to the arguments that depend on the other ones.
     """
 
     usage: str
@@ -49,6 +51,7 @@ class FairseqVerb:
     uses_model: bool = True
     needs_path: bool = True
     defaults: tuple[str, ...] = ()
+    complete: Callable[[Sequence[str]], list[str]] = list
 
 
 @contextlib.contextmanager
@@ -74,12 +77,13 @@ VERBS = {
         needs_path=False,
     ),
     "train": FairseqVerb(
-        "DATA [-a ARCH] --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
+        "DATA --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
         options.get_training_parser,
         lambda command, argv: [replaced(trainer_hook, "check_settings", False)],
         log_to="stdout",
         needs_path=False,
         defaults=("-a", MODEL_NAME),
+        complete=with_training_defaults,
     ),
     "generate": FairseqVerb(
         "DATA --path CHECKPOINT [flags]",
@@ -125,11 +129,12 @@ def run(verb: str, argv: Sequence[str]) -> None:
         enter = replacements.enter_context
         enter(replaced(argparse.ArgumentParser, "error", refuse))
         if args.help:
-            print_help(verb, fairseq_argv)
+            print_help(verb, spec.complete(fairseq_argv))
         if spec.needs_path and not any(argument.split("=")[0] == "--path" for argument in fairseq_argv):
             raise SurfaceFusionError("no checkpoint given; add --path CHECKPOINT")
         set_up = functools.partial(set_up_logging, verb, spec.log_to, args.show_config)
         set_up()
+        fairseq_argv = spec.complete(fairseq_argv)
         command = importlib.import_module(f"fairseq_cli.{verb}")
         call_main = functools.partial(_call_main, distributed_utils.call_main, set_up)
         enter(replaced(distributed_utils, "call_main", call_main))

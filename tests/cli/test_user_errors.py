@@ -81,7 +81,7 @@ def test_a_training_that_diverges(data, tmp_path, refused, optimizer):
 
 
 def test_batch_size_must_be_given(refused, data):
-    said = refused("train", data, "--cpu")
+    said = refused("train", data, "--cpu", "--task", "language_modeling", "-a", "transformer_lm")
     assert said == "Must specify batch size either with --max-tokens or --batch-size"
 
 

@@ -4,6 +4,7 @@ The checks run before training or generation starts. fairseq accepts any number 
 by a division by zero or a loss of NaN.
 """
 
+import importlib.util
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -138,13 +139,16 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         values: values by name; lists are checked element by element.
 
     Raises:
-        SurfaceFusionError: a number is out of range; names the flag, the value and the range.
+        SurfaceFusionError: a number is out of range, or a list is empty; names the flag and the range.
     """
     for name, value in values.items():
         valid = RANGES.get(name)
         if valid is None:
             continue
-        for number in value if isinstance(value, (list, tuple)) else [value]:
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if not numbers:
+            raise SurfaceFusionError(f"--{name.replace('_', '-')} has no value; give at least one number")
+        for number in numbers:
             if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in valid:
                 raise SurfaceFusionError(valid.message(f"--{name.replace('_', '-')}", number))
 
@@ -180,6 +184,8 @@ def check_config(cfg: DictConfig) -> None:
         check_ranges(values)
     check_generation(bleu)
     check_best_metric(sections)
+    if sections.get("common", {}).get("tpu") and importlib.util.find_spec("torch_xla") is None:
+        raise SurfaceFusionError("--tpu, which fairseq sets with --bf16 too, needs torch_xla; leave it out")
     check_generation({**sections.get("dataset", {}), **sections.get("generation", {})})
     schedule = sections.get("lr_scheduler", {})
     if schedule.get("_name") == "inverse_sqrt" and schedule.get("warmup_updates", 1) < 1:

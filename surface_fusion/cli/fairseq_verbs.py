@@ -25,7 +25,7 @@ from surface_fusion.cli.user_errors import OneLineParser, refuse, user_line
 from surface_fusion.cli.verbs import SUMMARIES
 from surface_fusion.cli.yaml_training import train_from_yaml
 from surface_fusion.compat.patching import replaced
-from surface_fusion.config.ranges import check_config, check_generation, check_ranges
+from surface_fusion.config.ranges import check_config, check_generation, check_model_overrides, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hooks import trainer_hook
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
@@ -67,6 +67,7 @@ def _checked_main(command: Any) -> Iterator[None]:
     def main(args: argparse.Namespace) -> Any:
         check_ranges(vars(args))
         check_generation(vars(args))
+        check_model_overrides(vars(args))
         return fairseqs_main(args)
 
     with replaced(command, "main", main):

@@ -123,18 +123,16 @@ def _known_line(exception: BaseException) -> str | None:
     if text.startswith(NO_GPU):
         return f"{text.splitlines()[0].rstrip('.')}; leave out flags that need a GPU, such as --profile"
     module = _raising_module(exception)
-    if module == "ast":
-        return f"--model-overrides is not a Python dictionary: {text}"
     if module == "fairseq_cli.train" and isinstance(exception, KeyError):
         return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"
     if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:
-        # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package, and by
-        # assertions and ValueErrors that name a flag or come from its distributed module ("world size is 2
-        # but have 0 available devices").
-        if type(exception) in (Exception, OSError, ImportError):
+        # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package,
+        # assertions with a text, and ValueErrors that name a flag or come from its distributed module
+        # ("world size is 2 but have 0 available devices").
+        if type(exception) in (Exception, OSError, ImportError, AssertionError):
             return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
-        if isinstance(exception, (AssertionError, ValueError)) and names_a_flag:
+        if isinstance(exception, ValueError) and names_a_flag:
             return text
     return None
 

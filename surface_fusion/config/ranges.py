@@ -4,6 +4,7 @@ The checks run before training or generation starts. fairseq accepts any number 
 by a division by zero or a loss of NaN.
 """
 
+import ast
 import importlib.util
 import math
 from argparse import Namespace
@@ -170,6 +171,22 @@ def check_generation(values: Mapping[str, Any]) -> None:
         raise SurfaceFusionError(f"--shard-id {shard}: give a number below --num-shards {shards}")
 
 
+def check_model_overrides(values: Mapping[str, Any]) -> None:
+    """Check that ``--model-overrides``, if it is in *values*, is a dictionary.
+
+    Raises:
+        SurfaceFusionError: it is not.
+    """
+    text = values.get("model_overrides", "{}")
+    fault = "--model-overrides is not a Python dictionary: "
+    try:
+        overrides = ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise SurfaceFusionError(f"{fault}{error}") from None
+    if not isinstance(overrides, dict):
+        raise SurfaceFusionError(f"{fault}{text}")
+
+
 def check_config(cfg: DictConfig) -> None:
     """Check fairseq's complete configuration for values out of range and contradictions.
 
@@ -184,6 +201,7 @@ def check_config(cfg: DictConfig) -> None:
         check_ranges(values)
     check_generation(bleu)
     check_best_metric(sections)
+    check_model_overrides(sections.get("common_eval", {}))
     if sections.get("common", {}).get("tpu") and importlib.util.find_spec("torch_xla") is None:
         raise SurfaceFusionError("--tpu, which fairseq sets with --bf16 too, needs torch_xla; leave it out")
     check_generation({**sections.get("dataset", {}), **sections.get("generation", {})})

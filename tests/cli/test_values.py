@@ -32,6 +32,14 @@ from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
             ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),
             "--warmup-updates 0 cannot be used with --lr-scheduler inverse_sqrt",
         ),
+        (("--lr=",), "--lr has no value; give at least one number"),
+        (("--decoder-output-dim", "{"), "--decoder-output-dim {: give an integer"),
+        (("--tpu",), "--tpu, which fairseq sets with --bf16 too, needs torch_xla; leave it out"),
+        (("--use-plasma-view",), "--use-plasma-view needs pyarrow; pip install pyarrow or leave it out"),
+        (
+            ("-a", "transformer", "--adaptive-softmax-cutoff", "9999"),
+            "cannot specify cutoff larger than vocab size",
+        ),
     ],
 )
 def test_training(refused, data, tmp_path, flags, line):

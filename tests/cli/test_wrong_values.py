@@ -21,6 +21,7 @@ from typing import Any
 
 import fairseq_cli.train
 import pytest
+import sentencepiece
 import torch
 from fairseq.tasks import FairseqTask
 
@@ -171,6 +172,13 @@ def draws(verb: str, seed: int, per_flag: int = 1) -> list[str]:
 def place(data: Path, save_dir: Path) -> Place:
     for language in ("en", "ro"):
         shutil.copy(data / f"dict.{language}.txt", save_dir)
+    sentencepiece.SentencePieceTrainer.train(
+        input=[str(TEXT / "train.en")],
+        model_prefix=str(save_dir / "spm"),
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     return Place(data, save_dir / "checkpoint_last.pt")
 
 

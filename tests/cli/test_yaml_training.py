@@ -100,7 +100,7 @@ def test_errors(refused, overrides, argv, line):
     "section, fields, line",
     [
         ("dataset", {"max_token": 1}, "dataset.max_token: Key 'max_token'"),
-        ("criterion", {"smoothing": 1}, "criterion.smoothing: Key 'smoothing'"),
+        ("criterion", {"smoothing": 1}, "smoothing: Key 'smoothing' not in 'Fused"),
         ("optimization", {"max_update": "many"}, "optimization.max_update: Value 'many'"),
         (
             "task",

@@ -71,7 +71,7 @@ NOT_RUN = {
     "scripts/wmt16_enro/": "needs the data of WMT16; tests/scripts/test_wmt16_enro.py runs it on other data",
     "torchrun": "needs two machines; tests/compat/test_cpu_processes.py covers torchrun",
     "surface-fusion train DATA --surfacefusion": "tests/cli/test_training_defaults.py runs it",
-    "fairseq-hydra-train": "tests/integration/test_configs.py runs it",
+    "surface-fusion train --config": "tests/cli/test_yaml_training.py runs it",
     "fairseq-train DATA --user-dir my_fusion": "tests/encoder_fusion/test_registry.py runs it",
     "fairseq-generate DATA --user-dir my_fusion": "tests/encoder_fusion/test_registry.py runs it",
     "surface-fusion analyse all checkpoints/": "tests/encoder_fusion/test_registry.py runs it",

@@ -113,7 +113,7 @@ def _known_line(exception: BaseException) -> str | None:
         return f"the output cannot be written: {exception.strerror}"
     if isinstance(exception, OmegaConfBaseException) and exception.full_key is not None:
         setting, fault = exception.full_key, text.splitlines()[0].rstrip(".")
-        if isinstance(exception, MissingMandatoryValue) or "None" in fault:
+        if isinstance(exception, MissingMandatoryValue) or re.search("None|not Optional", fault):
             return f"--{setting.split('.')[-1].replace('_', '-')} is missing; add it"
         return f"{setting}: {fault}"
     if isinstance(exception, HydraException):
@@ -123,6 +123,8 @@ def _known_line(exception: BaseException) -> str | None:
     if text.startswith(NO_GPU):
         return f"{text.splitlines()[0].rstrip('.')}; leave out flags that need a GPU, such as --profile"
     module = _raising_module(exception)
+    if module == "ast" and isinstance(exception, SyntaxError):  # fairseq reads the values of some flags by it
+        return f"the value {exception.text or ''} of a flag is not a Python literal: {exception.msg}"
     if module == "fairseq_cli.train" and isinstance(exception, KeyError):
         return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"
     if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:

@@ -123,8 +123,11 @@ def _known_line(exception: BaseException) -> str | None:
     if text.startswith(NO_GPU):
         return f"{text.splitlines()[0].rstrip('.')}; leave out flags that need a GPU, such as --profile"
     module = _raising_module(exception)
-    if module == "ast" and isinstance(exception, SyntaxError):  # fairseq reads the values of some flags by it
-        return f"the value {exception.text or ''} of a flag is not a Python literal: {exception.msg}"
+    if module == "ast":  # fairseq reads the values of some flags by literal_eval
+        source = exception.text if isinstance(exception, SyntaxError) else None
+        value = f" {source.strip()!r}" if source else ""
+        fault = re.sub(r" (\(<| on ).*", "", text, flags=re.DOTALL)  # without the place in the text
+        return f"the value{value} of a flag is not a number or list: {fault}"
     if module == "fairseq_cli.train" and isinstance(exception, KeyError):
         return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"
     if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:

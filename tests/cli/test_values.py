@@ -132,9 +132,21 @@ def test_a_plain_transformer_by_the_verb(refused, data, tmp_path):
 
 def test_an_assertion_of_fairseq(refused, data, tmp_path):
     flags = ("--adaptive-softmax-cutoff", 9999, "--max-update", 1, "--save-dir", tmp_path / "s")
-    assert (
-        refused("train", data, *PLAIN, *OPTIMISER, *flags) == "cannot specify cutoff larger than vocab size"
-    )
+    said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
+    assert said == "cannot specify cutoff larger than vocab size"
+
+
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        ("[1", "the value '[1' of a flag is not a number or list: '[' was never closed"),
+        ("word", "the value of a flag is not a number or list: malformed node or string"),
+        ("", "the value of a flag is not a number or list: invalid syntax"),
+    ],
+)
+def test_a_value_that_fairseq_reads_as_a_literal(refused, data, checkpoint, value, line):
+    said = refused("validate", data, "--path", checkpoint, "--cpu", f"--max-sentences-valid={value}")
+    assert said == line
 
 
 @pytest.mark.parametrize("verb", ["generate", "interactive"])

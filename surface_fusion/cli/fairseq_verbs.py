@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,18 @@ from typing import Any, NoReturn
 from fairseq import options
 from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks import FairseqTask
+from omegaconf import open_dict
 
 from surface_fusion.cli.atomic_outputs import atomic_data_folder, atomic_results
 from surface_fusion.cli.checkpoint_flags import add_trust_flag, import_user_dir, trusted_checkpoints
 from surface_fusion.cli.log import set_up_logging
 from surface_fusion.cli.subwords import subword_hint
+from surface_fusion.cli.training_defaults import with_training_defaults
 from surface_fusion.cli.user_errors import OneLineParser, refuse, user_line
 from surface_fusion.cli.verbs import SUMMARIES
+from surface_fusion.cli.yaml_training import train_from_yaml
 from surface_fusion.compat.patching import replaced
-from surface_fusion.config.ranges import check_config, check_generation, check_ranges
+from surface_fusion.config.ranges import check_config, check_generation, check_model_overrides, check_ranges
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.hooks import trainer_hook
 from surface_fusion.models.transformer_surface_fusion import MODEL_NAME
@@ -39,6 +43,9 @@ class FairseqVerb:
     uses_model: bool = True  # takes --trust-checkpoint and the flags of an architecture and a task
     needs_path: bool = True  # cannot run without --path
     defaults: tuple[str, ...] = ()  # flags prepended to the user's, which take precedence
+    complete: Callable[[Sequence[str]], list[str]] = list  # adds flags that depend on the others
+    # Runs the command with the file of --config, if it takes one.
+    from_yaml: Callable[[str, Sequence[str], Callable[[], None]], None] | None = None
 
 
 @contextlib.contextmanager
@@ -49,6 +56,7 @@ def _checked_main(command: Any) -> Iterator[None]:
     def main(args: argparse.Namespace) -> Any:
         check_ranges(vars(args))
         check_generation(vars(args))
+        check_model_overrides(vars(args))
         return fairseqs_main(args)
 
     with replaced(command, "main", main):
@@ -64,12 +72,15 @@ VERBS = {
         needs_path=False,
     ),
     "train": FairseqVerb(
-        "DATA [-a ARCH] --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]",
+        "DATA --surfacefusion att --sf-gate 0.8 --save-dir DIR [flags]\n"
+        "       surface-fusion train --config FILE [KEY=VALUE ...]",
         options.get_training_parser,
         lambda command, argv: [replaced(trainer_hook, "check_settings", False)],
         log_to="stdout",
         needs_path=False,
         defaults=("-a", MODEL_NAME),
+        complete=with_training_defaults,
+        from_yaml=train_from_yaml,
     ),
     "generate": FairseqVerb(
         "DATA --path CHECKPOINT [flags]",
@@ -108,23 +119,30 @@ def run(verb: str, argv: Sequence[str]) -> None:
     add_our_flags(parser, spec)
     parser.add_argument("--user-dir")
     parser.add_argument("-h", "--help", action="store_true")
-    args, fairseq_argv = parser.parse_known_args(argv)
+    args, others = parser.parse_known_args(argv)
     user_dir = import_user_dir(args.user_dir)
-    fairseq_argv = [*spec.defaults, *fairseq_argv]
+    fairseq_argv = [*spec.defaults, *others]
+    config = getattr(args, "config", None)
     with contextlib.ExitStack() as replacements:
         enter = replacements.enter_context
         enter(replaced(argparse.ArgumentParser, "error", refuse))
         if args.help:
-            print_help(verb, fairseq_argv)
+            print_help(verb, spec.complete(fairseq_argv))
         if spec.needs_path and not any(argument.split("=")[0] == "--path" for argument in fairseq_argv):
             raise SurfaceFusionError("no checkpoint given; add --path CHECKPOINT")
+        if "--use-plasma-view" in fairseq_argv and importlib.util.find_spec("pyarrow") is None:
+            raise SurfaceFusionError("--use-plasma-view needs pyarrow; pip install pyarrow or leave it out")
         set_up = functools.partial(set_up_logging, verb, spec.log_to, args.show_config)
         set_up()
+        if config is None:
+            fairseq_argv = spec.complete(fairseq_argv)
         command = importlib.import_module(f"fairseq_cli.{verb}")
         fairseqs_call_main = distributed_utils.call_main
 
         def call_main(cfg: Any, main: Callable[..., None], **kwargs: Any) -> None:
             check_config(cfg)
+            with open_dict(cfg):
+                cfg.pop("job_logging_cfg", None)  # hydra's, which would replace our logging
             fairseqs_call_main(cfg, _SpawnableMain(set_up, main), **kwargs)
 
         enter(replaced(distributed_utils, "call_main", call_main))
@@ -132,7 +150,10 @@ def run(verb: str, argv: Sequence[str]) -> None:
         enter(trusted_checkpoints(getattr(args, "trust_checkpoint", False)))
         for replacement in spec.replacements(command, fairseq_argv):
             enter(replacement)
-        command.cli_main()
+        if config is None or spec.from_yaml is None:
+            command.cli_main()
+        else:
+            spec.from_yaml(config, others, set_up)
 
 
 def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
@@ -141,6 +162,12 @@ def add_our_flags(parser: Any, spec: FairseqVerb) -> None:
     group.add_argument(
         "--show-config", action="store_true", help="log fairseq's complete configuration (20,000 characters)"
     )
+    if spec.from_yaml is not None:
+        group.add_argument(
+            "--config",
+            metavar="FILE",
+            help="train from a YAML file such as configs/demo.yaml; KEY=VALUE arguments override settings",
+        )
     if spec.uses_model:
         add_trust_flag(group)
 

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 
-from surface_fusion.cli.user_errors import user_line
+from surface_fusion.cli.user_errors import bug_line, user_line
 from surface_fusion.cli.verbs import FAIRSEQ_VERBS, OWN_VERBS, SUMMARIES
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.io.atomic_write import NO_SPACE
@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 2 after a user error, printed as one line on stderr; 130 if interrupted; 141 if
-        standard output was closed. Any other exception is a bug and is not caught.
+        standard output was closed; 1 after any other exception, which is a bug: one line on stderr names the
+        file of its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     name = "surface-fusion" + (f" {argv[0]}" if argv and argv[0] in SUMMARIES else "")
@@ -41,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _run(argv)
         except SystemExit as stop:  # argparse after --help
-            status = int(stop.code or 0)
+            if isinstance(stop.code, str):
+                raise SurfaceFusionError(stop.code) from None
+            status = stop.code or 0
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -53,12 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except Exception as exception:
         line = user_line(exception)
-        if line is None:
-            raise
         if isinstance(exception, OSError) and exception.errno in NO_SPACE:
             _discard_output()
-        print(f"{name}: error: {line}", file=sys.stderr)
-        return 2
+        print(f"{name}: error: {line or bug_line(exception)}", file=sys.stderr)
+        return 1 if line is None else 2
 
 
 def _discard_output() -> None:

@@ -3,6 +3,8 @@
 import argparse
 import difflib
 import re
+import sys
+import tempfile
 import traceback
 from typing import Any, NoReturn
 
@@ -13,6 +15,10 @@ from surface_fusion.io.atomic_write import NO_SPACE
 CHILD_ERROR = re.compile(
     rf"^{SurfaceFusionError.__module__}\.{SurfaceFusionError.__name__}: (.*)$", re.MULTILINE
 )
+
+
+NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+"""Beginnings of torch's errors where there is no GPU."""
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -65,8 +71,30 @@ def user_line(exception: BaseException) -> str | None:
     return " ".join(lines[0].split()) if lines else None
 
 
+def bug_line(exception: BaseException) -> str:
+    """Return the error line of an exception that is no user's mistake; write its traceback to a file.
+
+    The file is a new one in the folder of temporary files (``TMPDIR``). If it cannot be written, the
+    traceback is printed on stderr.
+    """
+    name, text = type(exception).__name__, str(exception).strip()
+    if name == "ProcessRaisedException":  # torch's; its text ends with the traceback of a child process
+        name, _, text = text.splitlines()[-1].partition(": ")
+    line = f"unexpected error: {name}: {shorten(' '.join(text.split()), 300)}"
+    trace = "".join(traceback.format_exception(exception))
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="surface-fusion-", suffix=".traceback", text=True)
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(trace)
+    except OSError as error:
+        print(trace, file=sys.stderr)
+        return f"{line}; its traceback is above and could not be written to a file: {error.strerror}"
+    return f"{line}; the traceback is in {path}"
+
+
 def _known_line(exception: BaseException) -> str | None:
-    from omegaconf.errors import MissingMandatoryValue, ValidationError  # slow to import
+    from hydra.errors import HydraException  # these are slow to import
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     text = str(exception)
     if child := CHILD_ERROR.findall(text):
@@ -83,22 +111,33 @@ def _known_line(exception: BaseException) -> str | None:
         return text
     if isinstance(exception, OSError) and exception.errno in NO_SPACE:
         return f"the output cannot be written: {exception.strerror}"
-    if isinstance(exception, (MissingMandatoryValue, ValidationError)) and exception.full_key is not None:
-        return f"--{exception.full_key.split('.')[-1].replace('_', '-')} is missing; add it"
+    if isinstance(exception, OmegaConfBaseException) and exception.full_key is not None:
+        setting, fault = exception.full_key, text.splitlines()[0].rstrip(".")
+        if isinstance(exception, MissingMandatoryValue) or re.search("None|not Optional", fault):
+            return f"--{setting.split('.')[-1].replace('_', '-')} is missing; add it"
+        return f"{setting}: {fault}"
+    if isinstance(exception, HydraException):
+        return text.splitlines()[0]
     if isinstance(exception, RuntimeError) and text.startswith("Error(s) in loading state_dict"):
         return shorten(text, 300) + "; was the checkpoint trained with other flags?"
+    if text.startswith(NO_GPU):
+        return f"{text.splitlines()[0].rstrip('.')}; leave out flags that need a GPU, such as --profile"
     module = _raising_module(exception)
-    if module == "ast":
-        return f"--model-overrides is not a Python dictionary: {text}"
+    if module == "ast":  # fairseq reads the values of some flags by literal_eval
+        source = exception.text if isinstance(exception, SyntaxError) else None
+        value = f" {source.strip()!r}" if source else ""
+        fault = re.sub(r" (\(<| on ).*", "", text, flags=re.DOTALL)  # without the place in the text
+        return f"the value{value} of a flag is not a number or list: {fault}"
     if module == "fairseq_cli.train" and isinstance(exception, KeyError):
         return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"
     if module.split(".")[0] in ("fairseq", "fairseq_cli") and text:
-        # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package, and by
-        # assertions and ValueErrors that name a flag or come from its distributed module ("world size is 2
-        # but have 0 available devices").
+        # fairseq reports users' mistakes by Exception, OSError, ImportError for an optional package,
+        # assertions with a text, and ValueErrors that name a flag or come from its distributed module
+        # ("world size is 2 but have 0 available devices").
+        if type(exception) in (Exception, OSError, ImportError, AssertionError):
+            return text
         names_a_flag = re.search(r"(^|\W)--[a-z]", text) or module == "fairseq.distributed.utils"
-        reported = isinstance(exception, (AssertionError, ValueError)) and names_a_flag
-        if reported or type(exception) in (Exception, OSError, ImportError):
+        if isinstance(exception, ValueError) and names_a_flag:
             return text
     return None
 

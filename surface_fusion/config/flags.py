@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from surface_fusion.config.encoder_fusion_flags import EncoderFusionConfig, flag
 from surface_fusion.config.model_checks import SOURCES, check_model
-from surface_fusion.errors import unknown_setting
+from surface_fusion.errors import SurfaceFusionError, unknown_setting
 from surface_fusion.modules.stacks import unwrapped
 from surface_fusion.ops.distributions import MODES, Mode
 
@@ -157,7 +157,12 @@ class SurfaceFusionConfig(EncoderFusionConfig):
                     fault = f"model.{key} in the YAML config is not an option of this model"
                     raise unknown_setting(fault, key, known)
         cfg: SurfaceFusionConfig = super().from_namespace(args)
-        cfg.decoder.output_dim = int(cfg.decoder.output_dim)  # the command line leaves it a string
+        try:
+            cfg.decoder.output_dim = int(cfg.decoder.output_dim)  # the command line leaves it a string
+        except ValueError:
+            raise SurfaceFusionError(
+                f"--decoder-output-dim {cfg.decoder.output_dim}: give an integer"
+            ) from None
         check_model(cfg)
         return cfg
 

@@ -4,6 +4,8 @@ The checks run before training or generation starts. fairseq accepts any number 
 by a division by zero or a loss of NaN.
 """
 
+import ast
+import importlib.util
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -102,13 +104,16 @@ def check_ranges(values: Mapping[str, Any]) -> None:
     """Check the numbers among *values*, and in lists among them, against the ranges of their flags.
 
     Raises:
-        SurfaceFusionError: a number is out of range; names the flag, the value and the range.
+        SurfaceFusionError: a number is out of range, or a list is empty; names the flag and the range.
     """
     for name, value in values.items():
         valid = RANGES.get(name)
         if valid is None:
             continue
-        for number in value if isinstance(value, (list, tuple)) else [value]:
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if not numbers:
+            raise SurfaceFusionError(f"--{name.replace('_', '-')} has no value; give at least one number")
+        for number in numbers:
             if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in valid:
                 raise SurfaceFusionError(valid.message(f"--{name.replace('_', '-')}", number))
 
@@ -130,6 +135,22 @@ def check_generation(values: Mapping[str, Any]) -> None:
         raise SurfaceFusionError(f"--shard-id {shard}: give a number below --num-shards {shards}")
 
 
+def check_model_overrides(values: Mapping[str, Any]) -> None:
+    """Check that ``--model-overrides``, if it is in *values*, is a dictionary.
+
+    Raises:
+        SurfaceFusionError: it is not.
+    """
+    text = values.get("model_overrides", "{}")
+    fault = "--model-overrides is not a Python dictionary: "
+    try:
+        overrides = ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise SurfaceFusionError(f"{fault}{error}") from None
+    if not isinstance(overrides, dict):
+        raise SurfaceFusionError(f"{fault}{text}")
+
+
 def check_config(cfg: DictConfig) -> None:
     """Check fairseq's complete configuration for values out of range and contradictions.
 
@@ -144,6 +165,9 @@ def check_config(cfg: DictConfig) -> None:
         check_ranges(values)
     check_generation(bleu)
     check_best_metric(sections)
+    check_model_overrides(sections.get("common_eval", {}))
+    if sections.get("common", {}).get("tpu") and importlib.util.find_spec("torch_xla") is None:
+        raise SurfaceFusionError("--tpu, which fairseq sets with --bf16 too, needs torch_xla; leave it out")
     check_generation({**sections.get("dataset", {}), **sections.get("generation", {})})
     schedule = sections.get("lr_scheduler", {})
     if schedule.get("_name") == "inverse_sqrt" and schedule.get("warmup_updates", 1) < 1:

@@ -7,9 +7,11 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing
 
 import surface_fusion
 from surface_fusion.cli import main as entry
@@ -78,13 +80,60 @@ def test_interruption_is_one_line_and_status_130(command, monkeypatch):
     assert (result.status, result.err) == (130, "surface-fusion score: interrupted\n")
 
 
-def test_a_bug_keeps_its_traceback(command, monkeypatch):
-    def fail(argv):
-        raise ZeroDivisionError("a bug")
+@pytest.fixture
+def broken(monkeypatch):
+    """``broken(error)`` lets the verb score raise an error."""
 
-    monkeypatch.setattr(score, "run", fail)
-    with pytest.raises(ZeroDivisionError):
-        command("score")
+    def install(error):
+        def fail(argv):
+            raise error
+
+        monkeypatch.setattr(score, "run", fail)
+
+    return install
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_bug_is_one_line_and_its_traceback_is_in_a_file(command, broken, temporary):
+    broken(ZeroDivisionError("a\nbug"))
+    result = command("score")
+    (path,) = temporary.glob("surface-fusion-*.traceback")
+    line = f"unexpected error: ZeroDivisionError: a bug; the traceback is in {path}"
+    assert (result.status, result.out, result.err) == (1, "", f"surface-fusion score: error: {line}\n")
+    trace = path.read_text(encoding="utf-8")
+    assert trace.startswith("Traceback") and "in fail" in trace and trace.endswith("a\nbug\n")
+
+
+def test_a_bug_without_a_folder_for_its_traceback(command, broken, temporary):
+    broken(ZeroDivisionError("a bug"))
+    temporary.rmdir()
+    result = command("score")
+    assert result.status == 1 and result.err.startswith("Traceback")
+    assert result.err.splitlines()[-1].endswith("could not be written to a file: No such file or directory")
+
+
+def test_a_bug_in_a_child_process(command, broken, temporary):
+    text = "\n\n-- Process 1 terminated with the following error:\nTraceback ...\nKeyError: 'model'\n"
+    broken(torch.multiprocessing.ProcessRaisedException(text, 1, 12345))
+    result = command("score")
+    start = "surface-fusion score: error: unexpected error: KeyError: 'model'; the traceback is in "
+    assert result.status == 1 and result.err.startswith(start)
+    assert "-- Process 1 terminated" in next(temporary.iterdir()).read_text()
+
+
+@pytest.mark.parametrize(
+    "code, status, err", [(None, 0, ""), (3, 3, ""), ("no", 2, "surface-fusion score: error: no\n")]
+)
+def test_exits_of_a_verb(command, broken, code, status, err):
+    broken(SystemExit(code))
+    result = command("score")
+    assert (result.status, result.err) == (status, err)
 
 
 def test_verbs_and_summaries_agree():

@@ -82,7 +82,7 @@ def test_a_training_that_diverges_says_so(data, tmp_path, refused, optimizer):
 
 
 def test_batch_size_must_be_given(refused, data):
-    said = refused("train", data, "--cpu")
+    said = refused("train", data, "--cpu", "--task", "language_modeling", "-a", "transformer_lm")
     assert said == "Must specify batch size either with --max-tokens or --batch-size"
 
 
@@ -218,9 +218,10 @@ def test_preprocess_does_not_overwrite_dictionaries(refused, data, tmp_path):
     assert said == f"{tmp_path}/dict.en.txt already exists; remove it or write to another path"
 
 
-@pytest.mark.parametrize("overrides", ["{sf_gate", "sf_gate"])
-def test_overrides_must_be_a_dictionary(refused, data, checkpoint, overrides):
-    said = refused("generate", data, "--path", checkpoint, "--cpu", "--model-overrides", overrides)
+@pytest.mark.parametrize("verb", ["generate", "interactive", "validate"])
+@pytest.mark.parametrize("overrides", ["{sf_gate", "sf_gate", "1", ""])
+def test_overrides_must_be_a_dictionary(refused, data, checkpoint, verb, overrides):
+    said = refused(verb, data, "--path", checkpoint, "--cpu", f"--model-overrides={overrides}")
     assert said.startswith("--model-overrides is not a Python dictionary: ")
 
 

@@ -32,6 +32,10 @@ from tests.helpers.small_training import OPTIMISER, PLAIN, TRAIN
             ("--lr-scheduler", "inverse_sqrt", "--warmup-updates", 0),
             "--warmup-updates 0 cannot be used with --lr-scheduler inverse_sqrt",
         ),
+        (("--lr=",), "--lr has no value; give at least one number"),
+        (("--decoder-output-dim", "{"), "--decoder-output-dim {: give an integer"),
+        (("--tpu",), "--tpu, which fairseq sets with --bf16 too, needs torch_xla; leave it out"),
+        (("--use-plasma-view",), "--use-plasma-view needs pyarrow; pip install pyarrow or leave it out"),
     ],
 )
 def test_invalid_numbers_of_a_training_are_refused(refused, data, tmp_path, flags, line):
@@ -133,6 +137,25 @@ def test_numbers_are_checked_for_a_plain_transformer(refused, data, tmp_path):
     flags = ("--label-smoothing", 1.5, "--max-update", 1, "--save-dir", tmp_path / "s")
     said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
     assert said.startswith("--label-smoothing 1.5 is not a probability below 1")
+
+
+def test_an_assertion_of_fairseq(refused, data, tmp_path):
+    flags = ("--adaptive-softmax-cutoff", 9999, "--max-update", 1, "--save-dir", tmp_path / "s")
+    said = refused("train", data, *PLAIN, *OPTIMISER, *flags)
+    assert said == "cannot specify cutoff larger than vocab size"
+
+
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        ("[1", "the value '[1' of a flag is not a number or list: '[' was never closed"),
+        ("word", "the value of a flag is not a number or list: malformed node or string"),
+        ("", "the value of a flag is not a number or list: invalid syntax"),
+    ],
+)
+def test_a_value_that_fairseq_reads_as_a_literal(refused, data, checkpoint, value, line):
+    said = refused("validate", data, "--path", checkpoint, "--cpu", f"--max-sentences-valid={value}")
+    assert said == line
 
 
 @pytest.mark.parametrize("verb", ["generate", "interactive"])

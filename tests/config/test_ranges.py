@@ -15,7 +15,13 @@ from fairseq.tasks.translation import TranslationConfig
 from omegaconf import OmegaConf
 
 from surface_fusion.config.flags import SECTIONS, SurfaceFusionConfig
-from surface_fusion.config.ranges import RANGES, check_config, check_generation, check_ranges
+from surface_fusion.config.ranges import (
+    RANGES,
+    check_config,
+    check_generation,
+    check_model_overrides,
+    check_ranges,
+)
 from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.optim.flat_adam import FlatAdamConfig
 from tests.helpers.tiny import SIZES, build, data_folder, parse
@@ -165,6 +171,22 @@ def test_sinusoidal_positions_need_a_minimal_width(dim: str) -> None:
     with pytest.raises(SurfaceFusionError, match=f"--encoder-embed-dim {dim} is too small"):
         build(*narrow)
     build(*narrow, "--encoder-learned-pos", "--decoder-learned-pos")
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(SurfaceFusionError, match="--update-freq has no value; give at least one number"):
+        check_ranges({"update_freq": []})
+
+
+@pytest.mark.parametrize("text", ["{", "word", "[1]", "0", ""])
+def test_overrides_that_are_no_dictionary_are_refused(text):
+    with pytest.raises(SurfaceFusionError, match="--model-overrides is not a Python dictionary: "):
+        check_model_overrides({"model_overrides": text})
+
+
+def test_overrides_that_are_a_dictionary_are_accepted():
+    check_model_overrides({})
+    check_model_overrides({"model_overrides": "{'sf_gate': 0.9}"})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ FUSION = ("-a", "transformer_surface_fusion", *SIZES, "--surfacefusion", "att", 
 PLAIN = ("-a", "transformer", *SIZES)
 OPTIMISER = (
     *("--cpu", "--optimizer", "adam", "--lr", 0.005, "--max-tokens", 400, "--log-format", "simple"),
+    *("--lr-scheduler", "fixed", "--clip-norm", 0),
     *("--num-workers", 0),  # in one process after another: torch waits seconds for a data worker to end
     *("--criterion", "label_smoothed_cross_entropy", "--label-smoothing", 0.1),
 )

@@ -2,10 +2,12 @@
 
     git worktree add ../before COMMIT
     python scripts/bench/commits.py before=../before after=. --repeat 3
+    python scripts/bench/commits.py before=../before after=. --data DATA-BIN
 
-Each round runs ``scaling.py --contender fast`` of every checkout once, each in its own process, so that a
-change of the machine's speed affects all checkouts equally. The text is random: no data is needed. ``tok/s``
-is the median over rounds of target tokens per second.
+Each round runs one script of every checkout, each in its own process, so that a change of the machine's speed
+affects all checkouts equally: ``scaling.py --contender fast`` on random text, or with ``--data`` the command
+line of fairseq by ``train.py --contender fast``, which includes data workers and logging. ``tok/s`` is the
+median over rounds of target tokens per second in the steady state.
 """
 
 import argparse
@@ -34,12 +36,14 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Measure target tokens per second of the checkout in *folder*, by setting."""
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         out = Path(temporary, "scaling.csv")
-        command = [sys.executable, folder / "scripts/bench/scaling.py", "--contender", "fast", "-o", out]
-        command += ["--max-tokens", *map(str, args.max_tokens), "--vocab", "--layers", "--dtype", *args.dtype]
+        script = ["scaling.py", "--vocab", "--layers"] if args.data is None else ["train.py", str(args.data)]
+        command = [sys.executable, folder / "scripts/bench" / script[0], *script[1:], "--contender", "fast"]
+        command += ["-o", out, "--max-tokens", *map(str, args.max_tokens), "--dtype", *args.dtype]
         command += [flag for flag in ("--quick", "--cpu") if getattr(args, flag[2:])]
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        return {row.setting: row.value for row in read_rows(out) if row.unit == "tok/s"}
+        rows = [row for row in read_rows(out) if row.unit == "tok/s" and "phase=cold" not in row.setting]
+        return {row.setting: row.value for row in rows}
 
 
 def main() -> None:
@@ -49,6 +53,7 @@ def main() -> None:
     )
     parser.add_argument("checkouts", type=checkout, nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--max-tokens", type=positive, nargs="+", metavar="N", default=[2048, 16384])
+    parser.add_argument("--data", type=Path, metavar="DATA-BIN", help="train by fairseq's command line on it")
     parser.add_argument("--repeat", type=positive, metavar="N", default=3, help="rounds; default: 3")
     add_common_flags(parser, "commits", contenders=())
     args = parser.parse_args()

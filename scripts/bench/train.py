@@ -49,6 +49,7 @@ def timed_training(
     steady: int,
     max_updates: int = UNBOUNDED,
     device: int | None = None,
+    ablation: int | None = None,
 ) -> list[dict[str, Any]]:
     """Run ``timed_training.py``, one process per GPU.
 
@@ -59,6 +60,7 @@ def timed_training(
         steady: number of updates in the steady state.
         max_updates: maximum number of updates.
         device: index of the only GPU to use.
+        ablation: run ``ablated_training.py`` instead, with turns of this number of updates.
 
     Returns:
         The measurements of each process.
@@ -66,7 +68,8 @@ def timed_training(
     Raises:
         SystemExit: a process failed; the message has the end of its output.
     """
-    script = str(Path(__file__).with_name("timed_training.py"))
+    name = "timed_training.py" if ablation is None else "ablated_training.py"
+    script = [str(Path(__file__).with_name(name)), *([] if ablation is None else [str(ablation)])]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         outs = [Path(folder, f"{rank}.json") for rank in range(gpus)]
         logs = [Path(folder, f"{rank}.log") for rank in range(gpus)]
@@ -80,7 +83,7 @@ def timed_training(
             rank_flags = ["--distributed-rank", str(rank), "--device-id", str(rank)] if gpus > 1 else []
             positional = [str(outs[rank]), str(cold), str(steady), str(max_updates)]
             save_dir = ["--save-dir", folder]  # fairseq creates one even with --no-save; flags override it
-            command = [sys.executable, script, *positional, *save_dir, *flags, *distributed, *rank_flags]
+            command = [sys.executable, *script, *positional, *save_dir, *flags, *distributed, *rank_flags]
             with open(logs[rank], "w") as log:
                 environment = child_environment(device, triton_cache=Path(folder, "triton"))
                 processes.append(
@@ -120,10 +123,10 @@ def free_port() -> int:
         return port
 
 
-def cold_rate(records: Sequence[dict[str, Any]], updates: int) -> tuple[float, int]:
+def coldrate(records: Sequence[dict[str, Any]], updates: int) -> tuple[float, int]:
     """Return tokens per second of the first *updates* updates, and their number, which may be lower."""
     n = min(updates, *(len(record["seconds"]) for record in records))
-    return _rate(records, 0, n, pauses=True), n
+    return rate(records, 0, n, pauses=True), n
 
 
 def steady_rates(records: Sequence[dict[str, Any]], window: int, pauses: bool) -> list[float]:
@@ -138,10 +141,10 @@ def steady_rates(records: Sequence[dict[str, Any]], window: int, pauses: bool) -
         return []
     start = max(record["steady_from"] for record in records)
     end = min(len(record["seconds"]) for record in records)
-    return [_rate(records, i, i + window, pauses) for i in range(start, end - window + 1, window)]
+    return [rate(records, i, i + window, pauses) for i in range(start, end - window + 1, window)]
 
 
-def _rate(records: Sequence[dict[str, Any]], first: int, last: int, pauses: bool) -> float:
+def rate(records: Sequence[dict[str, Any]], first: int, last: int, pauses: bool) -> float:
     """Return the tokens of all processes in updates [first, last) per second of the slowest process."""
     times = []
     for record in records:
@@ -223,7 +226,7 @@ def measure(
     columns["pairs"] = records[0]["pairs"]
     peak = max(record["peak_gib"] for record in records)
     run.add("memory", contender, {"part": "training", **columns}, peak, "GiB")
-    speed, updates = cold_rate(records, args.cold)
+    speed, updates = coldrate(records, args.cold)
     run.add("train", contender, {**columns, "phase": "cold", "updates": updates}, speed, "tok/s")
     for phase, pauses in (("steady", True), ("steady_within_epoch", False)):
         speeds = steady_rates(records, args.window, pauses)

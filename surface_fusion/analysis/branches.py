@@ -83,7 +83,7 @@ def _tokens_of_batch(
     z, s = (log_softmax(decoder.output_projection(x)) for x in (h, r))
     gate: Tensor | None = None
     if loaded.model.cfg.learned_gate:
-        gate = decoder._gate(torch.stack([h, r], dim=2)).squeeze(-1)
+        gate = decoder.gate(torch.stack([h, r], dim=2)).squeeze(-1)
     elif loaded.model.cfg.mode.gated:
         gate = h.new_full(h.shape[:2], loaded.model.cfg.sf_gate)
     target = batch["target"]

@@ -22,6 +22,7 @@ from surface_fusion.compat import (
     interactive,
     line_endings,
     model_overrides,
+    nan_detector,
     numpy_names,
     resume,
     safe_eval,
@@ -258,6 +259,9 @@ REPAIRS: tuple[Repair, ...] = (
     Repair(CHECKPOINTS, "load_checkpoint", global_state.start_without_old_state,
            "A second training in one process keeps the best value, --patience and log files of the first.",
            probe="best_value_outlives_training"),
+    Repair("fairseq.nan_detector.NanDetector", "add_hooks", nan_detector.hook_tensors,
+           "After a training has diverged, NanDetector fails with StopIteration instead of naming a module.",
+           probe="nan_detector_fails"),
     # -- Several processes --
     Repair(DISTRIBUTED, "distributed_init", time_limits.limit_first_group,
            "A process waits half an hour for one that is missing or has stopped, and does not name it.",

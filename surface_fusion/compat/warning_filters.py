@@ -9,8 +9,6 @@ HARMLESS_WARNINGS: tuple[tuple[str, str, type[Warning]], ...] = (
     (r"hydra\.experimental\.", r"hydra\.", UserWarning),
     # fairseq passes an argument of DistributedDataParallel that newer torch renames.
     (r"broadcast_buffers is deprecated", r"(surface_fusion\.compat|fairseq)\.", FutureWarning),
-    # fairseq's NanDetector, which runs after a training has diverged, uses torch 1's hooks.
-    (r"Using a non-full backward hook", r"torch\.nn\.", FutureWarning),
     (r"\s*The version_base parameter is not specified", r"hydra\.", UserWarning),
     (r"\s*The strict flag in the compose API is deprecated", r"hydra\.", UserWarning),
     (r"In 'config': Usage of deprecated keyword in package header", r"hydra\.", UserWarning),

@@ -126,7 +126,8 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
     def _path_of(self, model: Any) -> LossPath:
         """Return the path of *model*, selected once, and again if a parameter of a packed step is frozen.
 
-        All processes of a training must select the same path.
+        All processes of a training must select the same path. While the model has a hook, as within
+        fairseq's ``NanDetector``, its modules run instead of the packed step.
         """
         path = self._paths.get(model)
         if path is None or (path.step is not None and not path.step.packed.flat.requires_grad):
@@ -134,7 +135,7 @@ class FusedLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion
             self._paths[model] = path
             level = logging.INFO if model.training else logging.DEBUG  # DEBUG for validation alone
             logger.log(level, f"fused_label_smoothed_cross_entropy: {description}")
-        return path
+        return FUSED if path.step is not None and unwrapped(model)._forward_hooks else path
 
     def packed_step(self, model: Any) -> PackedStep | None:
         """Return the packed training step of *model*; None if another path or none is selected."""

@@ -148,7 +148,7 @@ class DecodeCache:
         if decoder.cfg.surfacefusion == "att":
             key = memory[..., -decoder.cfg.encoder.embed_dim :].transpose(0, 1)
             for i, x in enumerate((decoder.sf_attn.k_proj(key), decoder.sf_attn.v_proj(embedding))):
-                self.surface[i, :count, :, :length].copy_(decoder.sf_attn._split_heads(x))
+                self.surface[i, :count, :, :length].copy_(decoder.sf_attn.split_heads(x))
         else:
             self.surface[:count].copy_(embedding)
 

@@ -44,7 +44,7 @@ def round_up(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class CapturedStep:
+class StepGraph:
     """The captured graph of a step, its results, and references to the tensors that it reads."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, out: StepOut | None, positions: Tensor | None) -> None:
@@ -58,7 +58,7 @@ class CacheSlot:
         self.cache = cache
         self.beams: Any = None
         """The ``BeamState`` of this cache, if ``beam_search.py`` has used it."""
-        self.steps: dict[tuple[Any, ...], CapturedStep | None] = {}
+        self.steps: dict[tuple[Any, ...], StepGraph | None] = {}
         """None after the warm-up of a shape, before its capture."""
         self.pool: Any = None
         """Memory pool of these graphs only: torch refuses a pool whose graphs have all been freed."""
@@ -295,10 +295,10 @@ class FastDecoding:
         captured.graph.replay()
         return captured.out
 
-    def _capture(self, decoder: Any, slot: CacheSlot, work: Callable[[], StepOut | None]) -> CapturedStep:
+    def _capture(self, decoder: Any, slot: CacheSlot, work: Callable[[], StepOut | None]) -> StepGraph:
         """Capture *work* in a graph without running it."""
         stream = self._stream = self._stream or torch.cuda.Stream(slot.cache.tokens.device)
         slot.pool = slot.pool or torch.cuda.graph_pool_handle()
         graph, out = capture(work, stream, slot.pool)
         positions = None if decoder.embed_positions is None else position_table(decoder)
-        return CapturedStep(graph, out, positions)
+        return StepGraph(graph, out, positions)

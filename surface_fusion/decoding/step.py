@@ -126,8 +126,8 @@ def _fuse_surface(decoder: Any, cache: DecodeCache, x: Tensor, query: Tensor, so
         r = _project_out(decoder, F.linear(attended, attn.out_proj.weight, attn.out_proj.bias))
     else:
         r = cache.surface.expand(-1, cache.beam, -1).reshape(len(x), 1, -1)
-    h, r = decoder._shared_head(torch.stack([x, r])).unbind()
-    fused: Tensor = decoder._fuse(decoder._own_head(h, "tgt"), decoder._own_head(r, "src"))
+    h, r = decoder.shared_head(torch.stack([x, r])).unbind()
+    fused: Tensor = decoder.fuse(decoder.own_head(h, "tgt"), decoder.own_head(r, "src"))
     return fused
 
 

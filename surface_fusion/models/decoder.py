@@ -177,35 +177,35 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
                 r = self.project_out_dim(r)
         else:
             r = surface.expand_as(x)
-        return self._fuse(self._head(x, "tgt"), self._head(r, "src")), extra
+        return self.fuse(self.head(x, "tgt"), self.head(r, "src")), extra
 
-    def _head(self, x: Tensor, branch: str) -> Tensor:
+    def head(self, x: Tensor, branch: str) -> Tensor:
         """Apply the layers of a branch before the output embedding."""
-        return self._own_head(self._shared_head(x), branch)
+        return self.own_head(self.shared_head(x), branch)
 
-    def _shared_head(self, x: Tensor) -> Tensor:
+    def shared_head(self, x: Tensor) -> Tensor:
         """Apply the residual feed-forward layer that both branches share."""
         if not self.cfg.sf_ffn:
             return x
         hidden = self.activation_dropout(self.activation_fn(self.fc1(x)))
         return x + self.dropout_module(self.fc2(hidden))
 
-    def _own_head(self, x: Tensor, branch: str) -> Tensor:
+    def own_head(self, x: Tensor, branch: str) -> Tensor:
         """Apply the linear map of one branch."""
         return getattr(self, f"{branch}_out_dim")(x) if self.cfg.sf_linear else x
 
-    def _fuse(self, h: Tensor, r: Tensor) -> Tensor:
+    def fuse(self, h: Tensor, r: Tensor) -> Tensor:
         """Combine the two branches, B x T x C each, into features."""
         if not self.cfg.mode.gated:
             r = r * self.cfg.mode.scale(self.cfg.sf_softmax_tau)
         if self.paired:
             return torch.stack([h, r], dim=2)
         if self.cfg.mode.gated:
-            gate = self._gate(torch.stack([h, r], dim=2)) if self.cfg.learned_gate else self.cfg.sf_gate
+            gate = self.gate(torch.stack([h, r], dim=2)) if self.cfg.learned_gate else self.cfg.sf_gate
             return gate * h + (1 - gate) * r
         return h + r
 
-    def _gate(self, features: Tensor) -> Tensor:
+    def gate(self, features: Tensor) -> Tensor:
         """Compute the learned weight of the target branch, B x T x 1, from features B x T x 2 x C."""
         return torch.sigmoid(features.flatten(2) @ self.meanmaxweight.t())
 
@@ -215,7 +215,7 @@ class SurfaceFusionDecoder(NotScriptable, TransformerDecoderBase):
             return super().output_layer(features)
         logits = self.output_projection(features).flatten(2)
         if self.cfg.learned_gate:
-            gate = self._gate(features)
+            gate = self.gate(features)
             logits = torch.cat([logits, gate, 1 - gate], dim=-1)
         return logits
 

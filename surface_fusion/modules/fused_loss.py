@@ -30,7 +30,7 @@ def fused_losses(
     if features.dim() == 3:
         gate = decoder.cfg.sf_gate
         if decoder.cfg.learned_gate:
-            gate = decoder._gate(features[:, None]).flatten()
+            gate = decoder.gate(features[:, None]).flatten()
     return linear_cross_entropy(
         features,
         decoder.output_projection.weight,

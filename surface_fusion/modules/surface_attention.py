@@ -69,15 +69,15 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
             cache = self.get_incremental_state(incremental_state, "surface")
         if cache is None:
             cache = {
-                "key": self._split_heads(self.k_proj(key.transpose(0, 1))),
-                "value": self._split_heads(self.v_proj(value)),
+                "key": self.split_heads(self.k_proj(key.transpose(0, 1))),
+                "value": self.split_heads(self.v_proj(value)),
                 "keep": ~key_padding_mask[:, None, None, :],
             }
             if incremental_state is not None:
                 self.set_incremental_state(incremental_state, "surface", cache)
         drop = self.training or self.dropout_module.apply_during_inference
         output = F.scaled_dot_product_attention(
-            self._split_heads(self.q_proj(query.transpose(0, 1))),
+            self.split_heads(self.q_proj(query.transpose(0, 1))),
             cache["key"],
             cache["value"],
             attn_mask=cache["keep"],
@@ -91,12 +91,12 @@ class SurfaceAttention(FairseqIncrementalState, nn.Module):
         Args:
             query, key, key_padding_mask: as in :meth:`forward`.
         """
-        q = self._split_heads(self.q_proj(query.transpose(0, 1)))
-        k = self._split_heads(self.k_proj(key.transpose(0, 1)))
+        q = self.split_heads(self.q_proj(query.transpose(0, 1)))
+        k = self.split_heads(self.k_proj(key.transpose(0, 1)))
         scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
         return scores.masked_fill(key_padding_mask[:, None, None, :], -torch.inf).softmax(-1)
 
-    def _split_heads(self, x: Tensor) -> Tensor:
+    def split_heads(self, x: Tensor) -> Tensor:
         """B x N x C -> B x H x N x (C / H)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 

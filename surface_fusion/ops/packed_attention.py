@@ -52,7 +52,7 @@ def attend_self(
     if not use_kernels(qkv):
         q, k, v = _pad(qkv, rows.padding).unbind(2)
         return _attend_padded(q, k, v, rows.padding, rows.padding, causal=causal, rate=rate)
-    return _AttendSelf.apply(qkv, rows, causal, rate, seed)
+    return _Attend.apply(qkv, None, None, rows, rows, causal, rate, seed)
 
 
 def attend_padded(
@@ -110,14 +110,17 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Attend(torch.autograd.Function):
-    """:func:`attend` by the Triton kernels."""
+    """:func:`attend` by the Triton kernels.
+
+    The first argument is (q, k, v) stacked on axis 1 if *k* and *v* are None; its gradient is stacked, too.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         queries: PackedRows,
         keys: PackedRows,
         causal: bool,
@@ -126,8 +129,9 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         from surface_fusion.ops.packed_attention_triton import attention_forward
 
-        out, lse = attention_forward(q, k, v, queries, keys, causal, rate, seed)
-        ctx.save_for_backward(q, k, v, out, lse)
+        inputs = [q] if k is None or v is None else [q, k, v]
+        out, lse = attention_forward(*_unstacked(inputs), queries, keys, causal, rate, seed)
+        ctx.save_for_backward(out, lse, *inputs)
         ctx.options = queries, keys, causal, rate, seed
         return out
 
@@ -135,34 +139,13 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from surface_fusion.ops.packed_attention_triton import attention_backward
 
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        attention_backward(grad.contiguous(), (q, k, v, out, lse), gradients, *ctx.options)
-        return *gradients, None, None, None, None, None
+        out, lse, *inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(x) for x in inputs]
+        forward = (*_unstacked(inputs), out, lse)
+        attention_backward(grad.contiguous(), forward, _unstacked(gradients), *ctx.options)
+        return (*gradients, *(None,) * (8 - len(gradients)))
 
 
-class _AttendSelf(torch.autograd.Function):
-    """:func:`attend_self` by the Triton kernels, which write the gradients into one stacked tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, rows: PackedRows, causal: bool, rate: float, seed: Tensor | None
-    ) -> Tensor:
-        from surface_fusion.ops.packed_attention_triton import attention_forward
-
-        q, k, v = qkv.unbind(1)
-        out, lse = attention_forward(q, k, v, rows, rows, causal, rate, seed)
-        ctx.save_for_backward(qkv, out, lse)
-        ctx.options = rows, rows, causal, rate, seed
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from surface_fusion.ops.packed_attention_triton import attention_backward
-
-        qkv, out, lse = ctx.saved_tensors
-        d_qkv = torch.empty_like(qkv)
-        q, k, v = qkv.unbind(1)
-        d_q, d_k, d_v = d_qkv.unbind(1)
-        attention_backward(grad.contiguous(), (q, k, v, out, lse), (d_q, d_k, d_v), *ctx.options)
-        return d_qkv, None, None, None, None
+def _unstacked(inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = inputs[0].unbind(1) if len(inputs) == 1 else inputs
+    return q, k, v

@@ -84,6 +84,9 @@ def why_not_packed(model: Any) -> str | None:
     ):
         if flag:
             return reason
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"a hook on {name or 'the model'}"
     known = (TransformerEncoderLayerBase, TransformerDecoderLayerBase, LayerwiseDecoderLayer)
     for layer in [*layers_of(encoder), *layers_of(decoder)]:
         if type(layer) not in known:

@@ -66,19 +66,20 @@ class PackedStep:
             losses = self.losses(batch)
         return losses
 
-    def prefetch(self, sample: dict[str, Any], seed: int) -> bool:
-        """On a GPU, launch the forward of the batch of the next :meth:`train`, seeded with *seed*.
+    def can_prefetch(self, sample: dict[str, Any]) -> bool:
+        """Whether :meth:`prefetch` supports a batch, which may still be on the CPU.
 
-        Returns:
-            Whether it was launched: not if a graph must be captured first, nor if earlier ones were not used.
+        It needs a GPU and a captured graph, and stops after several results that were not used.
         """
+        if self._graphs is None or not self._prefetch.useful or not self._graphs.covers(sample):
+            return False
+        return not in_target(sample, self.padding_idx)
+
+    def prefetch(self, sample: dict[str, Any], seed: int) -> None:
+        """Launch the forward of the batch of the next :meth:`train`, seeded with *seed*."""
         graphs = self._graphs
-        if graphs is None or not self._prefetch.useful or not graphs.covers(sample):
-            return False
-        if in_target(sample, self.padding_idx):
-            return False
+        assert graphs is not None
         self._prefetch.launch(tokens_of(sample), seed, lambda: graphs.run(sample))
-        return True
 
     def train(
         self,

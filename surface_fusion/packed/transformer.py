@@ -205,7 +205,7 @@ class PackedTransformer(PackedLayers):
         return r if self.decoder.project_out_dim is None else self._linear(r, self.decoder.project_out_dim)
 
     def _fuse(self, h: Tensor, r: Tensor) -> Features:
-        """Compute ``SurfaceFusionDecoder._head`` and ``_fuse`` on N x 2 x C."""
+        """Compute ``head`` and ``fuse`` of ``SurfaceFusionDecoder`` on N x 2 x C."""
         cfg, decoder = self.cfg, self.decoder
         x = torch.stack([h, r], dim=1)
         if cfg.sf_ffn:

@@ -157,8 +157,10 @@ class SurfaceFusionTrainer(Trainer):
         batch = waiting[0]
         if not isinstance(batch, dict) or not batch:  # the end of the epoch, an error, or a dummy
             return
-        sample, _ = self._prepare_sample(batch)
-        if step.prefetch(sample, seed):
+        mark(batch, self.task.target_dictionary.pad())
+        if step.can_prefetch(batch):
+            sample, _ = self._prepare_sample(batch)
+            step.prefetch(sample, seed)
             self._prefetched = PrefetchedBatch(batch, _contents(batch), sample)
 
     def _with_prefetched(self, samples: Sequence[Any]) -> Sequence[Any]:

@@ -13,7 +13,6 @@ from surface_fusion.compat import warning_filters
 WARNING_SOURCES = {
     "hydra\\.experimental": ("hydra", "experimental/initialize.py", "no longer experimental"),
     "broadcast_buffers": ("torch", "nn/parallel/distributed.py", "`broadcast_buffers` is deprecated. Use "),
-    "non-full backward hook": ("torch", "nn/modules/module.py", "Using a non-full backward hook when"),
     "version_base": ("hydra", "version.py", "The version_base parameter is not specified"),
     "strict flag": ("hydra", "compose.py", "The strict flag in the compose API is deprecated"),
     "package header": ("hydra", "core/default_element.py", "Usage of deprecated keyword in package header"),

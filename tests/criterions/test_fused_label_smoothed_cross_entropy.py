@@ -15,6 +15,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEn
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed
 from fairseq.logging import metrics
+from fairseq.nan_detector import NanDetector
 from fairseq.trainer import Trainer
 from torch import Tensor
 
@@ -412,3 +413,19 @@ def test_a_parameter_frozen_between_updates_is_no_longer_trained() -> None:
     assert criterion.packed_step(model) is None
     assert model.encoder.layers[0].fc1.weight.grad.abs().sum() == 0
     assert model.encoder.layers[1].fc1.weight.grad.abs().sum() > 0
+
+
+def test_nan_detector_names_the_module_in_a_packed_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = shaken(*HARD).train()
+    flat = FlatParameters.of(model.parameters())
+    criterion = FusedLabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)
+    criterion(model, batch())[0].backward()
+    packed = criterion.packed_step(model)
+    assert packed is not None and packed.packed.flat is flat
+    model.decoder.layers[1].fc1.weight.data[0, 0] = float("nan")
+    with NanDetector(model, backward=False):
+        criterion(model, batch())
+    assert "NaN detected in output of decoder.layers.1.fc1, " in caplog.text
+    caplog.clear()
+    criterion(model, batch())
+    assert criterion.packed_step(model) is packed and not caplog.text, "packed again without the hooks"

@@ -433,15 +433,15 @@ def test_dropout_of_the_shared_feed_forward_layer() -> None:
     """On the hidden layer with --activation-dropout, on its output with --dropout, never on the residual."""
     model = shaken(*ATT, *HARD, "--dropout", "0.3", "--activation-dropout", "0.2")
     decoder, z = model.decoder, torch.randn(50, 60, 16)
-    clean = decoder._head(z, "tgt")
+    clean = decoder.head(z, "tgt")
     decoder.train()
     decoder.activation_dropout.p = 0.0
-    change = decoder._head(z, "tgt") - z
+    change = decoder.head(z, "tgt") - z
     kept = change != 0
     assert abs(kept.float().mean().item() - 0.7) < 0.01
     torch.testing.assert_close(change[kept], ((clean - z) / 0.7)[kept], atol=1e-5, rtol=1e-5)
     decoder.dropout_module.p, decoder.activation_dropout.p = 0.0, 1.0
-    torch.testing.assert_close(decoder._head(z, "tgt"), z + decoder.fc2.bias)
+    torch.testing.assert_close(decoder.head(z, "tgt"), z + decoder.fc2.bias)
 
 
 def test_attention_dropout_reaches_the_surface_attention() -> None:
@@ -453,7 +453,7 @@ def test_attention_dropout_reaches_the_surface_attention() -> None:
 def test_the_two_branches_are_dropped_out_independently() -> None:
     model = shaken(*MEAN, *HARD, "--dropout", "0.5").train()
     z = torch.randn(20, 30, 16)
-    h, r = model.decoder._head(z, "tgt") - z, model.decoder._head(z, "src") - z
+    h, r = model.decoder.head(z, "tgt") - z, model.decoder.head(z, "src") - z
     assert 0.4 < ((h == 0) == (r == 0)).float().mean() < 0.6
 
 

@@ -438,7 +438,7 @@ def branches(model: Any, net: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor
     features, _ = model(**net, features_only=True)
     assert features.dim() == 4, "a mode of two projections"
     z, s = decoder.output_projection(features).unbind(2)
-    gate = decoder._gate(features) if model.cfg.learned_gate else torch.zeros(*z.shape[:2], 1)
+    gate = decoder.gate(features) if model.cfg.learned_gate else torch.zeros(*z.shape[:2], 1)
     return z, s, gate
 
 

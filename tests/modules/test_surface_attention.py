@@ -239,6 +239,6 @@ def test_weights_times_values_are_the_output(embed_dim: int, source_dim: int, he
     query, key, value, mask = inputs(embed_dim, source_dim)
     weights = module.weights(query, key, mask).double()
     assert weights.masked_select(mask[:, None, None, :]).eq(0).all()
-    read = weights @ module._split_heads(module.v_proj(value))
+    read = weights @ module.split_heads(module.v_proj(value))
     expected = module.out_proj(read.transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(query, key, value, mask), expected, rtol=1e-5, atol=1e-6)

@@ -113,6 +113,16 @@ def test_layers_with_additional_modules_are_not_supported(part: str) -> None:
     assert why_not_packed(model) == f"a layer with {part}"
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_modules_with_hooks_are_not_supported(register: str) -> None:
+    """torch's pruning is such a hook: it computes the weight before each forward."""
+    model = flat_model(*HARD)
+    handle = getattr(model.decoder.layers[1].fc1, register)(lambda *_: None)
+    assert why_not_packed(model) == "a hook on decoder.layers.1.fc1"
+    handle.remove()
+    assert why_not_packed(model) is None
+
+
 def test_a_copied_model_is_not_supported() -> None:
     """Its parameters are not grouped."""
     model = copy.deepcopy(build(*HARD)[0])

@@ -84,7 +84,7 @@ def expected(model: Any, sample: dict[str, Any]) -> Features:
     if features.dim() == 3:
         gate = model.cfg.sf_gate
         if model.decoder.cfg.learned_gate:
-            gate = model.decoder._gate(features[:, None]).flatten()
+            gate = model.decoder.gate(features[:, None]).flatten()
     return Features(features, gate)
 
 

@@ -12,6 +12,7 @@ import torch
 from fairseq import tasks, utils
 from fairseq.data import ConcatDataset, Dictionary, LanguagePairDataset, data_utils
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
+from fairseq.nan_detector import NanDetector
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.translation import TranslationConfig
 from fairseq_cli import eval_lm, generate, validate
@@ -84,6 +85,15 @@ def batches_are_split_into_shards() -> bool:
 
 def task_cannot_be_copied() -> bool:
     return fails(copy.deepcopy, FairseqTask(argparse.Namespace()), error=RecursionError)
+
+
+def nan_detector_fails() -> bool:
+    class Encoder(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:  # type: ignore[override]
+            return {"encoder_out": [super().forward(x)]}
+
+    with NanDetector(model := Encoder(2, 2)):
+        return fails(model, torch.ones(1, 2), error=StopIteration)
 
 
 def second_copy_is_refused() -> bool:

@@ -50,7 +50,7 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
     if loaded.setting("surfacefusion") is None:
         raise SurfaceFusionError("the model has no --surfacefusion, so it has no branches to compare")
     branches: list[tuple[Tensor, Tensor]] = []
-    fuse = decoder._fuse
+    fuse = decoder.fuse
 
     def recording_fuse(h: Tensor, r: Tensor) -> Tensor:
         branches.append((h, r))
@@ -58,13 +58,13 @@ def tokens(loaded: Loaded) -> Iterator[Token]:
         return fused
 
     source_ids = _source_ids(loaded.task.source_dictionary, loaded.task.target_dictionary)
-    decoder._fuse = recording_fuse
+    decoder.fuse = recording_fuse
     try:
         for batch in loaded.batches():
             fused = loaded.model.get_normalized_probs(loaded.model(**batch["net_input"]), log_probs=True)
             yield from _tokens_of_batch(loaded, batch, source_ids, fused, *branches.pop())
     finally:
-        del decoder._fuse
+        del decoder.fuse
 
 
 def _source_ids(source: Any, target: Any) -> Tensor:

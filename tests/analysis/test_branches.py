@@ -62,7 +62,7 @@ def test_modes_of_one_projection_are_taken_apart(flags: tuple[str, ...]) -> None
             float(full[token.sentence, token.position, token.reference]), rel=1e-4
         )
         assert (token.gate is None) == ("soft" in flags)
-    assert "_fuse" not in vars(model.model.decoder)
+    assert "fuse" not in vars(model.model.decoder)
 
 
 def test_summary() -> None:

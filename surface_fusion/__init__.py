@@ -19,9 +19,10 @@ from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.version import __version__
 
 if TYPE_CHECKING:
+    from surface_fusion.inference.translator import Translator
     from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
-__all__ = ["SurfaceFusionError", "SurfaceFusionModel", "__version__", "register"]
+__all__ = ["SurfaceFusionError", "SurfaceFusionModel", "Translator", "__version__", "register"]
 
 _registered = False
 _failure: BaseException | None = None
@@ -66,11 +67,15 @@ def _register_components() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """``SurfaceFusionModel``, which is imported when it is first used."""
+    """``SurfaceFusionModel`` and ``Translator``, which are imported when they are first used."""
     if name == "SurfaceFusionModel":
         from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
 
         return SurfaceFusionModel
+    if name == "Translator":
+        from surface_fusion.inference.translator import Translator
+
+        return Translator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

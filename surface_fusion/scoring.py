@@ -109,14 +109,24 @@ def strip_diacritics(text: str) -> str:
     return unicodedata.normalize("NFC", "".join(c for c in decomposed if not unicodedata.combining(c)))
 
 
+def join_subwords(line: str) -> str:
+    """Join the subwords of *line*: ``wo@@ rd`` (subword-nmt) or ``\u2581wo rd`` (sentencepiece).
+
+    *line* may have several texts, separated by tabs, as a line of fairseq-generate.
+    """
+    if "\u2581" in line:
+        line = re.sub("(^|\t) ", r"\1", line.replace(" ", "").replace("\u2581", " "))
+    return re.sub("@@( |$)", "", line)
+
+
 def text_warnings(hypotheses: Iterable[str]) -> list[str]:
     """Return warnings, one line each, about *hypotheses* that are not comparable with raw references."""
     hyps = list(hypotheses)
     warnings = []
     if marked := sum(bool(BPE_MARKS.search(line)) for line in hyps):
         warnings.append(
-            f"{marked} of {len(hyps)} hypotheses contain BPE marks (@@ or \u2581); translate with "
-            "--remove-bpe (=sentencepiece)"
+            f"{marked} of {len(hyps)} hypotheses contain BPE marks (@@ or \u2581); score with "
+            "--remove-bpe, or translate with --remove-bpe (=sentencepiece)"
         )
     punctuated = [line for line in hyps if re.search("[.,]( |$)", line)]
     spaced = sum(bool(re.search(" [.,]( |$)", line)) for line in punctuated)

@@ -35,6 +35,7 @@ def _parser() -> OneLineParser:
         action="append",
         help="raw references, one per line; repeat the flag for several references per line",
     )
+    add("--remove-bpe", action="store_true", help="join subwords first: wo@@ rd, or \u2581wo rd")
     add(
         "--skipped-as-empty",
         action="store_true",
@@ -68,12 +69,16 @@ def run(argv: Sequence[str]) -> None:
     if args.hyp is not None and args.ref is None:
         parser.error("--hyp needs --ref")
     references = _read_references(args.ref or [])
+    lines = read_lines(args.hyp or args.generate_output)
+    if args.remove_bpe:
+        lines = [*map(scoring.join_subwords, lines)]
+        references = [[*map(scoring.join_subwords, of_file)] for of_file in references]
     if args.hyp is not None:
-        hypotheses = read_lines(args.hyp)
+        hypotheses = lines
         scores = scoring.score(hypotheses, references, romanian)
         report = _Report(len(hypotheses), [], scoring.text_warnings(hypotheses), scores)
     else:
-        output = scoring.parse_generate_output(read_lines(args.generate_output))
+        output = scoring.parse_generate_output(lines)
         report = _report_on_generate(output, references, romanian, args.skipped_as_empty)
     for warning in report.warnings:
         print(f"surface-fusion score: warning: {warning}", file=sys.stderr)

@@ -192,3 +192,24 @@ def test_references_of_different_lengths_are_refused(command, texts):
     result = command("score", "--hyp", texts[0], "--ref", texts[1], "--ref", other)
     assert result.status == 2 and result.err.count("\n") == 1
     assert f"--ref {other} has 1 lines, but {texts[1]} has 3" in result.err
+
+
+@pytest.mark.parametrize(
+    "subwords",
+    [
+        ["T@@ om is always he@@ re.", "Good@@ bye"],
+        ["\u2581T om \u2581is \u2581always \u2581he re.", "\u2581Good bye"],
+    ],
+)
+def test_remove_bpe_joins_subwords(command, texts, tmp_path, subwords):
+    words = ["Tom is always here.", "Goodbye"]
+    for path, lines in ((texts[0], subwords), (texts[1], words)):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    result = command("score", "--hyp", texts[0], "--ref", texts[1], "--remove-bpe")
+    assert result.err == "" and "  100.00  " in result.out.splitlines()[0]
+    assert "contain BPE marks" in command("score", "--hyp", texts[0], "--ref", texts[1]).err
+    output = tmp_path / "generate.txt"
+    rows = [f"T-{i}\t{s}\nH-{i}\t-0.5\t{s}\nD-{i}\t-0.5\t{s}\n" for i, s in enumerate(subwords)]
+    output.write_text("".join(rows), encoding="utf-8")
+    result = command("score", "--generate-output", output, "--ref", texts[1], "--remove-bpe")
+    assert result.err == "" and result.out.count("  100.00  ") == 3

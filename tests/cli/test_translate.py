@@ -9,45 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import torch
 
-from surface_fusion.cli import translate
 from surface_fusion.cli.main import main
-from surface_fusion.errors import SurfaceFusionError
 from tests.helpers import warm_processes
-from tests.helpers.small_training import OPTIMISER, SIZES, TEXT
-
-FUSION = ("-a", "transformer_surface_fusion", *SIZES, "--surfacefusion", "att", "--sf-gate", "0.8")
+from tests.helpers.model_folder import train_model_folder
+from tests.helpers.small_training import TEXT
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder, laid out as the demo's."""
-    folder = tmp_path_factory.mktemp("model")
-    pieces = folder / "pieces"
-    pieces.mkdir()
-    sentencepiece.SentencePieceTrainer.train(
-        input=[str(TEXT / f"train.{lang}") for lang in ("en", "ro")],
-        model_prefix=str(pieces / "spm"),
-        vocab_size=300,
-        hard_vocab_limit=False,
-        bos_id=-1,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(pieces / "spm.model"))
-    for name in ("train.en", "train.ro"):
-        lines = (TEXT / name).read_text(encoding="utf-8").splitlines()
-        cut = "".join(" ".join(processor.encode(line, out_type=str)) + "\n" for line in lines)
-        (pieces / name).write_text(cut, encoding="utf-8")
-    data = ("-s", "en", "-t", "ro", "--joined-dictionary", "--trainpref", pieces / "train")
-    assert main([*map(str, ("preprocess", *data, "--destdir", folder / "data-bin"))]) == 0
-    training = ("--max-update", 5, "--disable-validation", "--no-epoch-checkpoints")
-    argv = ("train", folder / "data-bin", *FUSION, *OPTIMISER, *training, "--max-source-positions", 60)
-    argv += ("--max-target-positions", 30)  # a model of five updates never ends a sentence
-    assert main([*map(str, (*argv, "--save-dir", folder / "checkpoints"))]) == 0
-    return folder
+    return train_model_folder(tmp_path_factory.mktemp("model"))
 
 
 def translated(
@@ -94,7 +66,7 @@ def test_a_line_translates_the_same_alone_and_in_a_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More lines than are translated at once, of several lengths."""
-    text = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[: translate.MAX_LINES + 6]
+    text = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[:70]
     together, _ = translated(folder, "\n".join(text) + "\n", monkeypatch, capsys)
     assert len(together) == len(text)
     for i in (0, 3, len(text) - 1):
@@ -109,8 +81,8 @@ def test_a_line_that_is_not_utf_8_is_translated(folder: Path) -> None:
 
 def test_a_line_that_is_too_long_is_named_on_stderr(folder: Path) -> None:
     """By its number in the whole input, which is translated in parts."""
-    text = b"Tom is here.\n" * translate.MAX_LINES + b"word " * 100
-    assert f"line {translate.MAX_LINES + 1} has" in process(folder, text).stderr
+    text = b"Tom is here.\n" * 64 + b"word " * 100
+    assert "line 65 has" in process(folder, text).stderr
 
 
 def test_only_a_line_feed_ends_a_line(folder: Path) -> None:
@@ -199,22 +171,3 @@ def test_out_needs_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     file.touch()
     assert main(["translate", str(folder), "--explain", "-o", str(file)]) != 0
     assert f"-o {file} is a file; give a folder" in capsys.readouterr().err
-
-
-def test_a_missing_file_of_the_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SurfaceFusionError, match=r"model folder .*nowhere does not exist"):
-        translate.find_files(tmp_path / "nowhere")
-    with pytest.raises(SurfaceFusionError, match=r"have no checkpoint_best\.pt or checkpoint_last\.pt"):
-        translate.find_files(tmp_path)
-    (tmp_path / "checkpoint_last.pt").touch()
-    with pytest.raises(SurfaceFusionError, match=r"nor its folder data-bin has two files dict\.\*\.txt"):
-        translate.find_files(tmp_path)
-    for language in ("en", "ro"):
-        (tmp_path / f"dict.{language}.txt").touch()
-    with pytest.raises(SurfaceFusionError, match="have 0 sentencepiece models"):
-        translate.find_files(tmp_path)
-    (tmp_path / "spm.model").touch()
-    assert translate.find_files(tmp_path).sentencepiece == tmp_path / "spm.model"
-    (tmp_path / "checkpoint_best.pt").touch()
-    assert translate.find_files(tmp_path).checkpoint.name == "checkpoint_best.pt"
-    assert translate.find_files(tmp_path, "checkpoint_last.pt").checkpoint.name == "checkpoint_last.pt"

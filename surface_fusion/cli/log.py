@@ -8,6 +8,8 @@ from typing import TextIO
 
 from omegaconf import DictConfig
 
+from surface_fusion.cli.streams import discard_output
+
 
 def shorten_configuration(record: logging.LogRecord) -> bool:
     """Replace the configuration that fairseq logs at each start (20,000 characters) by one short line."""
@@ -36,6 +38,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
         elif not self.failed:
             self.failed = True
             print(f"surface-fusion: the log cannot be written: {error.strerror}", file=sys.stderr)
+            discard_output(self.stream)
 
 
 def set_up_logging(verb: str, stream_name: str, show_config: bool) -> None:

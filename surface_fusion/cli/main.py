@@ -3,12 +3,11 @@
 The module of a verb, and with it torch and fairseq, is imported when the verb runs.
 """
 
-import contextlib
 import difflib
 import importlib
-import os
 import sys
 
+from surface_fusion.cli.streams import discard_output
 from surface_fusion.cli.user_errors import bug_line, user_line
 from surface_fusion.cli.verbs import FAIRSEQ_VERBS, OWN_VERBS, SUMMARIES
 from surface_fusion.errors import SurfaceFusionError
@@ -52,20 +51,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # as in "surface-fusion info | head -1"
-        _discard_output()
+        discard_output(sys.stdout)
         return 141
     except Exception as exception:
         line = user_line(exception)
         if isinstance(exception, OSError) and exception.errno in NO_SPACE:
-            _discard_output()
+            discard_output(sys.stdout)
         print(f"{name}: error: {line or bug_line(exception)}", file=sys.stderr)
         return 1 if line is None else 2
-
-
-def _discard_output() -> None:
-    """Discard what standard output holds, which Python would try to write again when it ends."""
-    with contextlib.suppress(OSError):  # not a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is logged, where, and what is left out."""
+"""What is logged, where, and what is left out; output that cannot be written (``streams.py``)."""
 
 import os
 import subprocess

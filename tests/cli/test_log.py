@@ -1,4 +1,4 @@
-"""What is logged, where, and what is left out; output that cannot be written (``streams.py``)."""
+"""What is logged, where, and what is left out; output that cannot be written (``cli/streams.py``)."""
 
 import os
 import subprocess

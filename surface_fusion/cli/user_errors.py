@@ -126,7 +126,7 @@ def _known_line(exception: BaseException) -> str | None:
     if module == "ast":  # fairseq reads the values of some flags by literal_eval
         source = exception.text if isinstance(exception, SyntaxError) else None
         value = f" {source.strip()!r}" if source else ""
-        fault = re.sub(r" (\(<| on ).*", "", text, flags=re.DOTALL)  # without the place in the text
+        fault = re.sub(r"( \(<| on line |: <).*", "", text, flags=re.DOTALL)  # without the place in the text
         return f"the value{value} of a flag is not a number or list: {fault}"
     if module == "fairseq_cli.train" and isinstance(exception, KeyError):
         return f"validation does not log {text}, which --best-checkpoint-metric names; give another metric"

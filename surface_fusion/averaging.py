@@ -24,8 +24,11 @@ def average_checkpoints(paths: Sequence[str]) -> dict[str, Any]:
     file names; fairseq ignores it.
 
     Raises:
-        SurfaceFusionError: a file is not safe to load, or two differ in the names or shapes of parameters.
+        SurfaceFusionError: *paths* is empty, a file is not safe to load, or two differ in the names or shapes
+            of parameters.
     """
+    if not paths:
+        raise SurfaceFusionError("no checkpoint to average; give at least one")
     sums: dict[str, Tensor] = {}
     for path in paths:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)

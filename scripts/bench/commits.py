@@ -1,4 +1,4 @@
-"""Table ``commits``: speed of a training step in several checkouts, measured in turn on one machine.
+"""Table ``commits``: speed of training or decoding in several checkouts, measured in turn on one machine.
 
     git worktree add ../before COMMIT
     python scripts/bench/commits.py before=../before after=. --repeat 3
@@ -37,7 +37,7 @@ def checkout(text: str) -> tuple[str, Path]:
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Measure target tokens per second of the checkout in *folder*, by setting."""
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
-        out = Path(temporary, "scaling.csv")
+        out = Path(temporary, "out.csv")
         script = ["scaling.py", "--vocab", "--layers"] if args.data is None else ["train.py", str(args.data)]
         flags = ["--max-tokens", *map(str, args.max_tokens)]
         if args.decode is not None:

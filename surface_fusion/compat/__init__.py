@@ -1,4 +1,4 @@
-"""Repairs of fairseq, applied when it is imported; ``repairs.py`` lists them. Nothing here is for speed.
+"""Repairs of fairseq, applied when it is imported; ``repairs.py`` applies them. Nothing here is for speed.
 
 "fs 5610" is issue 5610 of facebookresearch/fairseq.
 """

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from surface_fusion.config.validation import check_best_metric, eval_bleu_args
-from surface_fusion.errors import SurfaceFusionError
+from surface_fusion.errors import SurfaceFusionError, shorten
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def check_model_overrides(values: Mapping[str, Any]) -> None:
     try:
         overrides = ast.literal_eval(text)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise SurfaceFusionError(f"{fault}{error}") from None
+        raise SurfaceFusionError(f"{fault}{shorten(text, 100)!r} ({type(error).__name__})") from None
     if not isinstance(overrides, dict):
         raise SurfaceFusionError(f"{fault}{text}")
 

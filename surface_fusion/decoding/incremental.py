@@ -1,8 +1,9 @@
 """Caches, captured graphs and joined weights of a decoder (:class:`FastDecoding`).
 
 ``SurfaceFusionDecoder.forward`` uses them when fairseq's generator decodes token by token, and
-``beam_search.py`` for its own search. ``docs/fast_path.md`` describes the graphs; on the CPU, shapes are not
-rounded. With fairseq's search the output layer runs outside of the graph, to project active rows only.
+``beam_search.py`` for its own search. ``docs/fast_path.md`` describes the graphs; on the CPU, only the
+capacity in target positions is rounded. With fairseq's search the output layer runs outside of the graph, to
+project active rows only.
 
 fairseq's search reorders hypotheses within their sentence and drops finished sentences. This is assumed if
 the encoder's output was repeated as fairseq does it; other callers may reorder rows freely, which copies the

@@ -8,6 +8,7 @@ import torch
 from fairseq.data.encoders.moses_tokenizer import MosesTokenizer, MosesTokenizerConfig
 
 from surface_fusion.analysis.explain import explain, loaded_pair
+from surface_fusion.errors import SurfaceFusionError
 from surface_fusion.inference.model_folder import find_model
 from surface_fusion.models.hub_interface import Hypothesis
 from surface_fusion.models.transformer_surface_fusion import SurfaceFusionModel
@@ -96,20 +97,22 @@ class Translator:
         return [best for best, *_ in self.nbest(text, 1, beam=beam, **settings)]
 
     def nbest(
-        self, text: Sequence[str], n: int, *, beam: int = 4, first_line: int = 1, **settings: Any
+        self, lines: Sequence[str], n: int, *, beam: int = 4, first_line: int = 1, **settings: Any
     ) -> list[list[Translation]]:
         """Translate several lines: at most *n* translations for each, the best first.
 
         Args:
-            text: the lines.
+            lines: the lines; a list, not a string.
             n: 1 to *beam*.
             beam, **settings: as for :meth:`translate`.
             first_line: number of the first line in warnings.
 
         Raises:
-            SurfaceFusionError: *n* or a setting is out of range, or a setting is unknown.
+            SurfaceFusionError: *lines* is a string, *n* is out of range, or a setting is invalid.
         """
-        rows = [self.hub.encode(line.strip()) for line in text]
+        if isinstance(lines, str):
+            raise SurfaceFusionError("nbest takes a list of lines, not a string; give [line]")
+        rows = [self.hub.encode(line.strip()) for line in lines]
         results = self.hub.generate(rows, beam, nbest=n, first_line=first_line, **settings)
         return [[self._translation(hypothesis) for hypothesis in hypotheses] for hypotheses in results]
 

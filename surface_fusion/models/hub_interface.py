@@ -98,7 +98,8 @@ class TranslationHub(GeneratorHubInterface):
         if nbest is not None and not 1 <= nbest <= beam:
             raise SurfaceFusionError(f"nbest {nbest} with beam {beam}; give a number from 1 to {beam}")
         if torch.is_tensor(tokenized_sentences) and tokenized_sentences.dim() == 1:
-            return self.generate([tokenized_sentences], beam, verbose, *args, nbest=nbest, **kwargs)[0]
+            kwargs |= {"nbest": nbest, "first_line": first_line}
+            return self.generate([tokenized_sentences], beam, verbose, *args, **kwargs)[0]
         rows, blank = list(tokenized_sentences), {self.src_dict.eos(), self.src_dict.pad()}
         fits = fitting(rows, position_limit(self.max_positions, "source"), first_line)
         indices = [i for i in fits if not blank.issuperset(rows[i].tolist())]

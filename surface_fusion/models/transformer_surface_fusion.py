@@ -1,4 +1,4 @@
-"""``transformer_surface_fusion``: fairseq's Transformer with encoder layer fusion."""
+"""``transformer_surface_fusion``: fairseq's Transformer with surface fusion and encoder layer fusion."""
 
 from argparse import ArgumentParser
 from typing import Any

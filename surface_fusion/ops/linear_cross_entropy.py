@@ -99,7 +99,10 @@ def linear_cross_entropy_plain(
     smoothing: float,
     gate: Tensor | float | None = None,
 ) -> LinearCrossEntropy:
-    """Compute the formula with all N x V log-probabilities in float32: the oracle of the tests."""
+    """Compute the formula with all N x V log-probabilities in float32.
+
+    It is the oracle of the tests, and used for a batch without tokens.
+    """
     lprobs = log_softmax(F.linear(features, weight))
     if gate is not None:
         g = at_least_float32(gate).unsqueeze(-1) if isinstance(gate, Tensor) else gate

@@ -1,7 +1,8 @@
 """fairseq's trainer for SurfaceFusion models: the same updates with less overhead on the host.
 
-Each override calls ``super()``. :mod:`surface_fusion.hooks` selects this class; with ``--sf-plain``,
-and for other models, fairseq's own trainer is used. ``docs/fast_path.md`` shows one update as a timeline.
+Overrides call ``super()``, except ``_set_seed``. :mod:`surface_fusion.hooks` selects this class; with
+``--sf-plain``, and for other models, fairseq's own trainer is used.
+``docs/fast_path.md`` shows one update as a timeline.
 
 The modules imported here describe their parts. This one adds (numbers are of the base model on an H200):
 

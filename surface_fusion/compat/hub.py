@@ -21,21 +21,27 @@ def position_limit(max_positions: Any, side: Literal["source", "target"]) -> flo
     return max_positions if isinstance(max_positions, (int, float)) else math.inf
 
 
-def warn_of_overlong_line(line: int, length: int, limit: float, limited_by: str = "the model takes") -> None:
+def warn_of_overlong_line(
+    line: int,
+    length: int,
+    limit: float,
+    limited_by: str = "the model takes",
+    result: str = "its translation is left empty",
+) -> None:
     """Log that line number *line*, whose *length* in tokens exceeds *limit*, is not translated."""
-    logger.warning(
-        f"line {line} has {length} subwords, {limited_by} {limit:.0f}; its translation is left empty"
-    )
+    logger.warning(f"line {line} has {length} subwords, {limited_by} {limit:.0f}; {result}")
 
 
-def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1) -> list[int]:
-    """Indices of the *rows* of at most *limit* tokens; logs a warning for each other row.
+def fitting(
+    rows: Sequence[Tensor], limit: float, first_line: int = 1, result: str = "its translation is left empty"
+) -> list[int]:
+    """Indices of the *rows* of at most *limit* tokens; logs a warning with its *result* for each other row.
 
     The first row is line number *first_line*.
     """
     for i, row in enumerate(rows):
         if row.numel() > limit:
-            warn_of_overlong_line(first_line + i, row.numel(), limit)
+            warn_of_overlong_line(first_line + i, row.numel(), limit, result=result)
     return [i for i, row in enumerate(rows) if row.numel() <= limit]
 
 

@@ -135,8 +135,9 @@ class TranslationHub(GeneratorHubInterface):
         pieces = [self.apply_bpe(self.tokenize(translation)) for translation in given]
         target = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in pieces]
         limits = self.max_positions
-        source_fits = set(fitting(source, position_limit(limits, "source")))
-        indices = sorted(source_fits.intersection(fitting(target, position_limit(limits, "target"))))
+        fits = fitting(source, position_limit(limits, "source"), result="it is not scored")
+        target_fits = fitting(target, position_limit(limits, "target"), result="it is not scored")
+        indices = sorted({*fits}.intersection(target_fits))
         scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
         return [hypotheses[0] for hypotheses in in_order(scored, indices, len(source), self.tgt_dict.eos())]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs everything in a virtual environment inside the clone; does nothing if it is installed already.
 #
-#   scripts/setup.sh [EXTRA...]      extras of pyproject.toml: docs, plot, test
+#   scripts/setup.sh [EXTRA...]      extras of pyproject.toml: bpe, docs, plot, test
 #
 # Prints a line for each step (stderr), then the environment's folder (stdout).
 #
@@ -100,8 +100,8 @@ py=$venv/bin/python
 stamp=$venv/surface-fusion-setup.stamp
 log=$venv/surface-fusion-setup.log
 for extra in "$@"; do
-    [[ $extra == docs || $extra == plot || $extra == test ]] ||
-        fail "there is no extra '$extra'; choose from docs, plot, test"
+    [[ $extra == bpe || $extra == docs || $extra == plot || $extra == test ]] ||
+        fail "there is no extra '$extra'; choose from bpe, docs, plot, test"
 done
 extras=$(joined "$@")
 

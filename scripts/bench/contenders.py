@@ -101,7 +101,11 @@ def binarise_sample(folder: Path) -> Path:
     for split in ("train", "valid", "test"):
         flags += [f"--{split}pref", str(SAMPLE / split)]
     preprocess.logger.setLevel(logging.WARNING)
+    handlers = list(preprocess.logger.handlers)
     preprocess.main(options.get_preprocessing_parser().parse_args(flags))
+    for handler in set(preprocess.logger.handlers) - set(handlers):  # the log file, which fairseq leaves open
+        preprocess.logger.removeHandler(handler)
+        handler.close()
     return folder
 
 

@@ -83,6 +83,8 @@ def run(argv: Sequence[str]) -> None:
         parser.error(f"--nbest {args.nbest} with --beam {args.beam}: give a number from 1 to {args.beam}")
     if args.out is not None and not args.explain:
         parser.error("-o needs --explain")
+    if args.out is not None and args.nbest > 1:
+        parser.error(f"-o with --nbest {args.nbest}: the files are those of one translation; leave one out")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         parser.error(f"-o {args.out} is a file; give a folder")
     if sys.stdin is None:

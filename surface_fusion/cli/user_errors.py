@@ -56,7 +56,7 @@ class _StoreOnce(argparse._StoreAction):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         super().__call__(parser, namespace, values, option_string)
         first = vars(namespace).setdefault("_first_values", {}).setdefault(self.dest, values)
-        if option_string is not None and first != values:
+        if option_string is not None and repr(first) != repr(values):  # nan differs from itself
             refuse(parser, f"{option_string} is given twice, {first} and {values}; give it once")
 
 

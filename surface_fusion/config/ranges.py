@@ -57,6 +57,9 @@ _NAMES = {
         activation_dropout adaptive_softmax_dropout attention_dropout block_momentum decoder_layerdrop dropout
         ema_decay encoder_layerdrop quant_noise_scalar relu_dropout slowmo_momentum
     """,
+    Range(-100, 100): """
+        lenpen lenpen_mt
+    """,
     Range(1): """
         adaptive_softmax_cutoff all_gather_list_size amp_scale_window batch_size batch_size_valid beam
         bucket_cap_mb checkpoint_shard_count decoder_embed_dim decoder_ffn_embed_dim decoder_input_dim
@@ -87,7 +90,7 @@ _NAMES = {
     Range(1, special=(-1,)): "diverse_beam_groups sampling_topk upsample_primary",
     Range(0, 1, excluded=(0,), special=(-1,)): "sampling_topp",
     Range(): """
-        diversity_rate iter_decode_eos_penalty lenpen lenpen_mt lm_weight min_lr power stop_min_lr unkpen
+        diversity_rate iter_decode_eos_penalty lm_weight min_lr power stop_min_lr unkpen
     """,
     Range(0, LARGEST_SEED, fault=f"is not a seed: give an integer from 0 to {LARGEST_SEED}"): """
         fixed_validation_seed seed

@@ -60,33 +60,35 @@ def _parse(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def check_best_metric(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that validation logs the metric of ``--best-checkpoint-metric`` in fairseq's configuration.
-
-    Tasks that log metrics of their own, and criteria other than :data:`CRITERIONS`, are not checked.
+    """Check ``--best-checkpoint-metric`` in fairseq's configuration: its direction, and that it is logged.
 
     Raises:
-        SurfaceFusionError: the metric is not logged, or the worst value would be the best.
+        SurfaceFusionError: validation does not log the metric, or the worst value would be the best.
     """
+    settings = sections["checkpoint"]
+    metric, highest = settings.get("best_checkpoint_metric"), settings.get("maximize_best_checkpoint_metric")
+    logged = _logged_metrics(sections)
+    if logged and metric not in logged:
+        advice = "add --eval-bleu" if metric == "bleu" else f"choose one of {', '.join(logged)}"
+        raise SurfaceFusionError(f"--best-checkpoint-metric {metric} is not logged by validation; {advice}")
+    if metric in ("bleu", "accuracy") and not highest:
+        raise SurfaceFusionError(
+            f"--best-checkpoint-metric {metric} would keep the checkpoint with the lowest {metric}; add "
+            "--maximize-best-checkpoint-metric"
+        )
+
+
+def _logged_metrics(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The metrics that validation logs; none if unknown: the task's or a criterion not in ``CRITERIONS``."""
     task, criterion = sections.get("task", {}), sections.get("criterion", {})
     reduce = getattr(TASK_REGISTRY.get(task.get("_name", "")), "reduce_metrics", None)
     if reduce not in (FairseqTask.reduce_metrics, TranslationTask.reduce_metrics):
-        return
+        return []
     if criterion.get("_name") not in CRITERIONS or sections["dataset"].get("disable_validation"):
-        return
+        return []
     logged = ["loss", "nll_loss", "ppl"]
     if criterion.get("report_accuracy"):
         logged += ["accuracy", "total", "n_correct"]
     if criterion["_name"] == "fused_label_smoothed_cross_entropy":  # with --sf-mode hard
         logged += ["normalized_nll_loss", "normalized_ppl"]
-    if task.get("eval_bleu"):
-        logged.append("bleu")
-    settings = sections["checkpoint"]
-    metric = settings.get("best_checkpoint_metric")
-    if metric not in logged:
-        advice = "add --eval-bleu" if metric == "bleu" else f"choose one of {', '.join(logged)}"
-        raise SurfaceFusionError(f"--best-checkpoint-metric {metric} is not logged by validation; {advice}")
-    if metric in ("bleu", "accuracy") and not settings.get("maximize_best_checkpoint_metric"):
-        raise SurfaceFusionError(
-            f"--best-checkpoint-metric {metric} would keep the checkpoint with the lowest {metric}; add "
-            "--maximize-best-checkpoint-metric"
-        )
+    return [*logged, "bleu"] if task.get("eval_bleu") else logged

@@ -168,7 +168,7 @@ def test_a_value_that_fairseq_reads_as_a_literal(refused, data, checkpoint, valu
         (("--batch-size", 0), "--batch-size 0: give a number of at least 1"),
         (("--min-len", 30, "--max-len-b", 20), "--min-len 30 is more than --max-len-b 20"),
         (("--temperature", 0), "--temperature 0.0: give a number above 0"),
-        (("--lenpen", "nan"), "--lenpen nan: give a finite number"),
+        (("--lenpen", "nan"), "--lenpen nan: give a number in [-100, 100]"),
     ],
 )
 def test_invalid_numbers_of_a_generation_are_refused(refused, data, checkpoint, verb, flags, line):

@@ -109,7 +109,7 @@ def test_metadata(metadata: Metadata) -> None:
     assert str(metadata.version) == __version__
     assert metadata.license_expression == "MIT"
     assert metadata.description_content_type == "text/markdown"
-    assert set(metadata.provides_extra or ()) == {"docs", "plot", "test"}
+    assert set(metadata.provides_extra or ()) == {"bpe", "docs", "plot", "test"}
     supported = metadata.requires_python
     assert supported is not None
     assert [v for v in ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14") if v in supported] == [

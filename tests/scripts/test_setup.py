@@ -210,5 +210,5 @@ def test_the_environment_may_have_a_relative_path(clone: Clone, tmp_path: Path) 
 
 def test_an_unknown_extra_is_refused(clone: Clone) -> None:
     done = clone.setup("plots")
-    line = "setup: there is no extra 'plots'; choose from docs, plot, test\n"
+    line = "setup: there is no extra 'plots'; choose from bpe, docs, plot, test\n"
     assert (done.returncode, done.stderr) == (1, line)

@@ -5,13 +5,23 @@ A checkpoint, a YAML configuration or a line of a data file that contains
 """
 
 import ast
+import importlib.util
 import operator
 from typing import Any
 
 from surface_fusion.compat.patching import Original, repair
 from surface_fusion.errors import SurfaceFusionError, shorten
 
-MODULES = (
+
+def _exists(module: str) -> bool:
+    """Whether the installed build of fairseq has *module*; fairseq-fixed lacks some of ve-fairseq's."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package
+        return False
+
+
+_MODULES = (
     "fairseq.utils",  # eval_str_list, eval_str_dict, eval_bool
     "fairseq.criterions.ctc",
     "fairseq.data.audio.raw_audio_dataset",
@@ -32,6 +42,7 @@ MODULES = (
     "fairseq.optim.cpu_adam",
     "fairseq.optim.fused_lamb",
 )
+MODULES = tuple(filter(_exists, _MODULES))
 """The modules that call ``eval`` on strings from files."""
 
 LONGEST = 1_000_000

@@ -12,7 +12,7 @@ import pytest
 from fairseq import utils
 
 from surface_fusion import SurfaceFusionError
-from surface_fusion.compat.safe_eval import MODULES, literal
+from surface_fusion.compat.safe_eval import MODULES, _exists, literal
 from tests.helpers.code_calls import calls
 
 
@@ -297,3 +297,10 @@ def test_every_module_that_evaluates_is_patched() -> None:
     evaluating = {file for file, call in calls(folder) if call.startswith("eval(")}
     assert {f"{name.replace('.', '/')}.py" for name in MODULES} == evaluating
     assert all(vars(importlib.import_module(name))["eval"].__wrapped__ is eval for name in MODULES)
+
+
+def test_modules_that_a_build_of_fairseq_lacks_are_left_out() -> None:
+    """fairseq-fixed, for Python 3.10 and 3.13, has no ``fairseq.models.multires_hubert``."""
+    assert not _exists("fairseq.models.nowhere.nowhere")
+    assert not _exists("fairseq.nowhere")
+    assert _exists("fairseq.optim.adam") and "fairseq.optim.adam" in MODULES

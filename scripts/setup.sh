@@ -159,7 +159,9 @@ if ! [[ $version =~ ^3\.1[12]\. && $(uname -sm) == "Linux x86_64" ]]; then
     install "what $fairseq is built with" numpy cython "setuptools>=77" wheel
     install "$fairseq (compiles for some minutes)" --no-build-isolation --no-deps "$fairseq"
 fi
-(cd "$root" && install "surface-fusion${extras:+ with $extras}" -e ".${extras:+[$extras]}")
+# The requested torch again: fairseq needs torchaudio, whose newest release would replace it.
+read -ra request <<<"${SURFACE_FUSION_TORCH:-}"
+(cd "$root" && install "surface-fusion${extras:+ with $extras}" ${request[@]+"${request[@]}"} -e ".${extras:+[$extras]}")
 if ! "$py" -c 'import fairseq, surface_fusion' >>"$log" 2>&1; then
     tail -n 5 "$log" >&2
     fail "installed, but Python cannot import it, see above and $log"

@@ -114,7 +114,7 @@ def test_scores_of_given_translations(hub: TranslationHub) -> None:
         ({"lenpenn": 2.0}, "lenpenn is not a generation setting; did you mean lenpen?"),
         ({"beam": 0}, "--beam 0: give a number of at least 1"),
         ({"temperature": 0}, "--temperature 0: give a number above 0"),
-        ({"lenpen": math.nan}, "--lenpen nan: give a finite number"),
+        ({"lenpen": math.nan}, "--lenpen nan: give a number in [-100, 100]"),
     ],
 )
 def test_invalid_settings_are_refused(hub: TranslationHub, settings: dict[str, Any], line: str) -> None:

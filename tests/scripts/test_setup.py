@@ -128,7 +128,7 @@ def test_torch_of_the_machine_is_kept(clone: Clone) -> None:
 
 def test_another_torch_can_be_chosen(clone: Clone) -> None:
     clone.setup(FAKE_TORCH="yes", SURFACE_FUSION_TORCH="torch==2.9.1 --pre")
-    assert clone.calls == [f"-m venv {clone.venv}", "torch==2.9.1 --pre", "-e ."]
+    assert clone.calls == [f"-m venv {clone.venv}", "torch==2.9.1 --pre", "torch==2.9.1 --pre -e ."]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ shift 2
 scripts=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 cd "$scripts/.."
 export SURFACE_FUSION_PYTHON=$python SURFACE_FUSION_TORCH="torch==$torch"
-export SURFACE_FUSION_VENV=$PWD/runs/compatibility/${python##*/}-torch$torch
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+export SURFACE_FUSION_VENV=$PWD/runs/compatibility/python$version-torch$torch
 venv=$("$scripts/setup.sh" plot test)
 export PATH=$venv/bin:$PATH OMP_NUM_THREADS=1
 (($#)) || set -- -m "not slow"

@@ -142,8 +142,7 @@ class Translator:
             out: folder to also write tables and heat maps to.
         """
         if isinstance(tgt, str):
-            pieces = self.hub.apply_bpe(self.hub.tokenize(tgt.strip()))
-            target = self.hub.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
+            target = self.hub.encode_target(tgt.strip())
         else:
             target = torch.tensor((self.translate(src) if tgt is None else tgt).ids)
         pair = loaded_pair(self.hub.models[0], self.hub.task, self.hub.encode(src.strip()).cpu(), target)

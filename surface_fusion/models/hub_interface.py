@@ -132,14 +132,19 @@ class TranslationHub(GeneratorHubInterface):
                 f"score: {len(sentences)} sentences but {len(given)} translations; give one for each sentence"
             )
         source = [self.encode(sentence) for sentence in sentences]
-        pieces = [self.apply_bpe(self.tokenize(translation)) for translation in given]
-        target = [self.tgt_dict.encode_line(line, add_if_not_exist=False).long() for line in pieces]
+        target = [self.encode_target(translation) for translation in given]
         limits = self.max_positions
         fits = fitting(source, position_limit(limits, "source"), result="it is not scored")
         target_fits = fitting(target, position_limit(limits, "target"), result="it is not scored")
         indices = sorted({*fits}.intersection(target_fits))
         scored = self._score([source[i] for i in indices], [target[i] for i in indices], kwargs)
         return [hypotheses[0] for hypotheses in in_order(scored, indices, len(source), self.tgt_dict.eos())]
+
+    def encode_target(self, translation: str) -> Tensor:
+        """Token ids of a *translation*, which end in ``</s>``; ``encode`` does this for the source."""
+        pieces = self.apply_bpe(self.tokenize(translation))
+        ids: Tensor = self.tgt_dict.encode_line(pieces, add_if_not_exist=False).long()
+        return ids
 
     def _score(
         self, source: list[Tensor], target: list[Tensor], settings: dict[str, Any]

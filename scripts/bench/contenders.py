@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 import surface_fusion
+from surface_fusion.cli.atomic_outputs import close_logs
 
 USER_DIR = ("--user-dir", str(Path(surface_fusion.__file__).parent))
 OURS = (*USER_DIR, "-a", "transformer_surface_fusion")
@@ -103,9 +104,7 @@ def binarise_sample(folder: Path) -> Path:
     preprocess.logger.setLevel(logging.WARNING)
     handlers = list(preprocess.logger.handlers)
     preprocess.main(options.get_preprocessing_parser().parse_args(flags))
-    for handler in set(preprocess.logger.handlers) - set(handlers):  # the log file, which fairseq leaves open
-        preprocess.logger.removeHandler(handler)
-        handler.close()
+    close_logs(preprocess.logger, handlers)
     return folder
 
 

@@ -71,7 +71,7 @@ def _preprocess(main: Callable[[Namespace], None], logger: logging.Logger, args:
         try:
             main(args)
         finally:
-            _close_logs(logger, handlers)
+            close_logs(logger, handlers)
         _move(folder, destdir)
     except OSError as error:
         if error.errno not in NO_SPACE:
@@ -106,7 +106,7 @@ def _move(source: str, target: str) -> None:
             path.replace(earlier)
 
 
-def _close_logs(logger: logging.Logger, kept: list[logging.Handler]) -> None:
+def close_logs(logger: logging.Logger, kept: list[logging.Handler]) -> None:
     """Close the log file that fairseq leaves open: all handlers of *logger* but those *kept*."""
     for handler in set(logger.handlers) - set(kept):
         logger.removeHandler(handler)

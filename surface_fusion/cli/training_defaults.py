@@ -32,7 +32,9 @@ def with_training_defaults(argv: Sequence[str]) -> list[str]:
     args, _ = parser.parse_known_args(argv)
     if args.task != "translation" or not issubclass(ARCH_MODEL_REGISTRY[args.arch], TransformerModelBase):
         return list(argv)
-    sizes = Namespace(**{name: vars(args)[name] for name in ["encoder_embed_dim"] if name in args})
+    sizes = Namespace()
+    if "encoder_embed_dim" in args:
+        sizes.encoder_embed_dim = args.encoder_embed_dim
     ARCH_CONFIG_REGISTRY[args.arch](sizes)
     args.encoder_embed_dim = sizes.encoder_embed_dim
     missing = missing_flags(argv, args)
@@ -62,8 +64,8 @@ def missing_flags(argv: Sequence[str], args: Namespace) -> list[str]:
     if given.isdisjoint(FIXED_SCHEDULE_FLAGS) and len(args.lr or ()) < 2:
         add("--lr-scheduler", "inverse_sqrt")
     if added.get("--lr-scheduler", args.lr_scheduler) == "inverse_sqrt":
-        updates = [4000] + [max(1, args.max_update // 6)] * (args.max_update > 0)
-        add("--warmup-updates", min(updates))
+        warm_up = min(4000, max(1, args.max_update // 6)) if args.max_update > 0 else 4000
+        add("--warmup-updates", warm_up)
         add("--warmup-init-lr", "1e-07")
     add("--clip-norm", "1.0")
     add("--criterion", "fused_label_smoothed_cross_entropy")

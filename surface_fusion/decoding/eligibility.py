@@ -18,7 +18,7 @@ from surface_fusion.encoder_fusion import Combination, methods
 from surface_fusion.encoder_fusion.layer_combination import CombinedLayers
 from surface_fusion.modules.layerdrop import DepthKeepingLayerDrop
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
-from surface_fusion.modules.stacks import SCALES
+from surface_fusion.modules.stacks import SCALES, has_forward_hooks
 from surface_fusion.modules.surface_attention import SurfaceAttention
 from surface_fusion.modules.word_dropout import WordDropout
 
@@ -45,7 +45,7 @@ def why_not_fast(decoder: Any) -> str | None:
     for name, module in decoder.named_modules():
         if type(module) not in supported:
             return f"{name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_forward_hooks(module):
             return f"a hook on {name}"
         if isinstance(module, FairseqDropout) and module.apply_during_inference:
             return "--retain-dropout"

@@ -13,6 +13,11 @@ def layers_of(stack: Any) -> list[Any]:
     return [getattr(layer, "module", layer) for layer in nn.ModuleList.__iter__(stack.layers)]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a hook acts on the forward of *module* itself; fast paths do not call modules."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def unwrapped(model: Any) -> Any:
     """Return the model inside fairseq's distributed wrappers."""
     while not hasattr(type(model), "build_model") and hasattr(model, "module"):

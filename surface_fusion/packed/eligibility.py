@@ -9,7 +9,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from surface_fusion.config.flags import config_of
 from surface_fusion.encoder_fusion import LayerAttention
 from surface_fusion.modules.layerwise_attention import LayerwiseDecoderLayer
-from surface_fusion.modules.stacks import SCALES, layers_of, unwrapped
+from surface_fusion.modules.stacks import SCALES, has_forward_hooks, layers_of, unwrapped
 from surface_fusion.ops.backend import use_kernels
 from surface_fusion.ops.packed_attention import WIDEST_HEAD
 from surface_fusion.packed.flat_parameters import flat_of
@@ -85,7 +85,7 @@ def why_not_packed(model: Any) -> str | None:
         if flag:
             return reason
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_forward_hooks(module):
             return f"a hook on {name or 'the model'}"
     known = (TransformerEncoderLayerBase, TransformerDecoderLayerBase, LayerwiseDecoderLayer)
     for layer in [*layers_of(encoder), *layers_of(decoder)]:

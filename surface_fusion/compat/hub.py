@@ -21,20 +21,21 @@ def position_limit(max_positions: Any, side: Literal["source", "target"]) -> flo
     return max_positions if isinstance(max_positions, (int, float)) else math.inf
 
 
+LEFT_EMPTY = "its translation is left empty"
+
+
 def warn_of_overlong_line(
     line: int,
     length: int,
     limit: float,
     limited_by: str = "the model takes",
-    result: str = "its translation is left empty",
+    result: str = LEFT_EMPTY,
 ) -> None:
     """Log that line number *line*, whose *length* in tokens exceeds *limit*, is not translated."""
     logger.warning(f"line {line} has {length} subwords, {limited_by} {limit:.0f}; {result}")
 
 
-def fitting(
-    rows: Sequence[Tensor], limit: float, first_line: int = 1, result: str = "its translation is left empty"
-) -> list[int]:
+def fitting(rows: Sequence[Tensor], limit: float, first_line: int = 1, result: str = LEFT_EMPTY) -> list[int]:
     """Indices of the *rows* of at most *limit* tokens; logs a warning with its *result* for each other row.
 
     The first row is line number *first_line*.
